@@ -150,6 +150,12 @@ class StageRunner:
             restorable=self.disk.restorable(protocol.version),
         )
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Messages kept for repeats and graphs kept for backward passes."""
+        boxes = (*self._inbox.values(), *self._outbox.values())
+        return sum(len(entry.payload) for entry in boxes) + self.trainer.in_flight_bytes
+
     # from the coordinator
 
     async def handle(self, message: CoordinatorMessage) -> None:
