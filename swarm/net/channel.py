@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import grpc
 from google.protobuf.message import DecodeError
 
@@ -32,16 +30,11 @@ MAX_FAULT_CHARACTERS = 1000
 """Longest text of a fault; the metadata of a call is limited to 8 KiB."""
 
 
-class Purpose(StrEnum):
-    """What a connection is for. Each has its own, so that a small call never queues behind bulk."""
-
-    CONTROL = "control"
-    LINK = "link"
-    CALL = "call"
-
-
-def open_channel(address: str, credentials: Credentials, peer_id: str, purpose: Purpose) -> grpc.aio.Channel:
+def open_channel(address: str, credentials: Credentials, peer_id: str, purpose: str) -> grpc.aio.Channel:
     """A channel to the server of ``peer_id`` at ``address`` (host:port); connects with the first call.
+
+    Every channel has a connection of its own, so that a small call never queues behind bulk. ``purpose`` is one word
+    that tells the connections apart in logs, such as ``link`` or ``session``.
 
     Raises:
         UsageError: not an address.
@@ -51,7 +44,7 @@ def open_channel(address: str, credentials: Credentials, peer_id: str, purpose: 
         *common_options(),
         ("grpc.use_local_subchannel_pool", 1),  # else channels with equal arguments share a connection
         ("grpc.ssl_target_name_override", server_name(peer_id, credentials.run_id)),
-        ("grpc.primary_user_agent", f"swarm-{purpose.value}"),
+        ("grpc.primary_user_agent", f"swarm-{purpose}"),
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.min_reconnect_backoff_ms", 1000),

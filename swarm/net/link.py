@@ -19,13 +19,14 @@ from google.protobuf.message import DecodeError
 
 from swarm.core.frame import FrameHeader
 from swarm.errors import UnreachableError
-from swarm.net.channel import Purpose, failure, open_channel
+from swarm.net.channel import failure, open_channel
 from swarm.net.credentials import Credentials
 from swarm.net.frames import as_bytes_view, chunks
 from swarm.net.goodput import GoodputMeter
 from swarm.net.messages import message_class
+from swarm.net.pipeline import METHOD, PipelineService
 
-METHOD = "/swarm.v1.Pipeline/Frames"
+__all__ = ["Link", "LinkStats", "PipelineService"]
 
 QUEUE_FRAMES = 64
 """Default of ``queue_frames``: frames that may wait for their turn or for credit."""
@@ -203,7 +204,7 @@ class _Stream:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._channel = open_channel(link.address, link._credentials, link.peer_id, Purpose.LINK)
+        self._channel = open_channel(link.address, link._credentials, link.peer_id, "link")
         self._call: Any = self._channel.stream_stream(METHOD)()
         self._listener: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()

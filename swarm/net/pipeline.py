@@ -7,19 +7,20 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from swarm.core.frame import FrameHeader
 from swarm.errors import FrameError, SwarmError
-from swarm.net.credentials import Caller
-from swarm.net.frames import Assembler, BrokenStreamError, Frame
+from swarm.net.credentials import caller_of
+from swarm.net.frames import Assembler, BrokenStreamError, Frame, refusal
 from swarm.net.messages import message_class
-from swarm.net.server import Context, StreamMethod
 
 log = logging.getLogger(__name__)
+
+METHOD = "/swarm.v1.Pipeline/Frames"
 
 WINDOW_FRAMES = 32
 """Frames of one sender that may be arriving or worked on."""
@@ -37,7 +38,7 @@ OnFrame = Callable[[str, FrameHeader, memoryview], Awaitable[None] | None]
 Guard = Callable[[str, FrameHeader, int], None]
 
 
-class PipelineService:
+class PipelineService(grpc.GenericRpcHandler):
     """Receives the frames of all links to this peer.
 
     One stream per sender: when a sender connects again, its older stream ends.
@@ -47,23 +48,25 @@ class PipelineService:
             the sender. Credit goes back when it returns None, or when the awaitable it returns is done. FrameError,
             from either, refuses the frame. ``payload`` may be read-only.
         guard: called with (sender's peer id, header, payload size in bytes) before memory is taken; raises FrameError.
+        run_id: refuse frames of other runs, also before memory is taken.
         clock: monotonic seconds.
     """
 
-    name = "swarm.v1.Pipeline"
     roles = frozenset({"peer"})
 
     def __init__(
         self,
         on_frame: OnFrame,
-        guard: Guard,
+        guard: Guard | None = None,
         *,
+        run_id: str | None = None,
         window_frames: int = WINDOW_FRAMES,
         window_bytes: int = WINDOW_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_frame = on_frame
         self.guard = guard
+        self.run_id = run_id
         self.window_frames = window_frames
         self.window_bytes = window_bytes
         self.clock = clock
@@ -71,14 +74,17 @@ class PipelineService:
         """Frames refused so far, by the peer id of the sender."""
         self._inbound: dict[str, _Inbound] = {}
 
-    def methods(self) -> Mapping[str, StreamMethod]:
-        return {"Frames": StreamMethod(self._frames)}
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if handler_call_details.method != METHOD:
+            return None
+        return grpc.stream_stream_rpc_method_handler(self._frames)
 
     async def stop(self) -> None:
         for inbound in self._inbound.values():
             inbound.end()
 
-    async def _frames(self, caller: Caller, context: Context) -> None:
+    async def _frames(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
+        caller = caller_of(context)
         older = self._inbound.get(caller.peer_id)
         if older is not None:
             older.end()
@@ -93,7 +99,7 @@ class PipelineService:
 class _Inbound:
     """One stream of one sender."""
 
-    def __init__(self, service: PipelineService, sender: str, context: Context) -> None:
+    def __init__(self, service: PipelineService, sender: str, context: grpc.aio.ServicerContext) -> None:
         self._service = service
         self._sender = sender
         self._context = context
@@ -161,7 +167,10 @@ class _Inbound:
                 f"Frame {sequence} came without credit: {len(self._held)} frames are being worked on.",
                 remedy="Sender and receiver run different versions, or the sender ignores the window.",
             )
-        service.guard(self._sender, header, size)
+        if service.run_id is not None and header.run_id != service.run_id:
+            raise refusal(f"its run id is {header.run_id!r}, and this peer expects {service.run_id!r}")
+        if service.guard is not None:
+            service.guard(self._sender, header, size)
         self._held[sequence] = size
 
     def _complete(self, frame: Frame, first_s: float, last_s: float) -> None:

@@ -2,62 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NoReturn
 
 import grpc
 
 from swarm.errors import FrameError, RefusedError, SwarmError, UsageError
 from swarm.net.addresses import Address, parse_address
 from swarm.net.channel import FAULT_KEY, MAX_FAULT_CHARACTERS, common_options, encode_fault
-from swarm.net.credentials import Caller, Credentials, caller_of, check_caller
-
-log = logging.getLogger(__name__)
+from swarm.net.credentials import Credentials, caller_of, check_caller
 
 MAX_STREAMS_PER_CONNECTION = 64
 """Calls that one connection may have open at a time."""
 
 MAX_CALLS = 4096
 """Calls that all connections together may have open at a time."""
-
-Context = grpc.aio.ServicerContext
-
-
-@dataclass(frozen=True, slots=True)
-class UnaryMethod:
-    """One request, one reply, both ``bytes``. A SwarmError raised is the caller's answer."""
-
-    behaviour: Callable[[bytes, Caller, Context], Awaitable[bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class StreamMethod:
-    """A stream of ``bytes`` in each direction, through ``context.read()`` and ``context.write()``."""
-
-    behaviour: Callable[[Caller, Context], Awaitable[None]]
-
-
-class Service(Protocol):
-    """What a :class:`PeerServer` offers."""
-
-    @property
-    def name(self) -> str:
-        """Full name, as in ``swarm.v1.Pipeline``."""
-        ...
-
-    @property
-    def roles(self) -> frozenset[str]:
-        """Roles of certificates that may call it."""
-        ...
-
-    def methods(self) -> Mapping[str, UnaryMethod | StreamMethod]: ...
-
-    async def stop(self) -> None:
-        """End the open streams, saying why, before the server closes."""
-        ...
 
 
 class PeerServer:
@@ -66,7 +26,10 @@ class PeerServer:
     Args:
         credentials: certificate of this peer; its run is the only one that gets in.
         listen: addresses, host:port; port 0 lets the kernel choose.
-        services: what is offered.
+        services: what is offered, one handler each with raw ``bytes`` in and out: unary-unary methods, and
+            stream-stream methods that are coroutines over ``context.read()`` and ``context.write()``. A SwarmError that
+            a method raises is the caller's answer. If a service has ``roles``, only certificates with one of these may
+            call it; if it has a coroutine ``stop``, that ends its open streams when the server stops.
         clock: seconds since the epoch, for the expiry of certificates.
     """
 
@@ -74,7 +37,7 @@ class PeerServer:
         self,
         credentials: Credentials,
         listen: Sequence[str],
-        services: Sequence[Service],
+        services: Sequence[grpc.GenericRpcHandler],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -100,9 +63,7 @@ class PeerServer:
             ],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        for service in self._services:
-            handlers = {name: self._guarded(service, method) for name, method in service.methods().items()}
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.name, handlers),))
+        server.add_generic_rpc_handlers(tuple(_Guarded(service, self._admit) for service in self._services))
         bound: list[str] = []
         for address in self._listen:
             try:
@@ -127,37 +88,48 @@ class PeerServer:
             return
         self._stopped = True
         for service in self._services:
-            await service.stop()
+            stop = getattr(service, "stop", None)
+            if stop is not None:
+                await stop()
         await self._server.stop(grace_s)
 
-    def _guarded(self, service: Service, method: UnaryMethod | StreamMethod) -> grpc.RpcMethodHandler:
-        if isinstance(method, UnaryMethod):
-            answer = method.behaviour
+    def _admit(self, service: grpc.GenericRpcHandler, context: grpc.aio.ServicerContext) -> None:
+        roles = getattr(service, "roles", None)
+        check_caller(caller_of(context), self._credentials.run_id, self._clock(), roles)
 
-            async def unary(request: bytes, context: Context) -> bytes:
-                try:
-                    return await answer(request, self._admit(service, context), context)
-                except SwarmError as error:
-                    await refuse(context, error)
 
-            return grpc.unary_unary_rpc_method_handler(unary)
-        stream = method.behaviour
+Admit = Callable[[grpc.GenericRpcHandler, grpc.aio.ServicerContext], None]
 
-        async def streaming(_requests: object, context: Context) -> None:
+
+class _Guarded(grpc.GenericRpcHandler):
+    """A service whose methods are only entered by callers that ``admit`` lets pass."""
+
+    def __init__(self, service: grpc.GenericRpcHandler, admit: Admit) -> None:
+        self._service = service
+        self._admit = admit
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        method = self._service.service(handler_call_details)
+        if method is None:
+            return None
+        if method.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._checked(method.unary_unary))
+        if method.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(self._checked(method.stream_stream))
+        raise TypeError(f"{handler_call_details.method} is neither unary-unary nor stream-stream")
+
+    def _checked(self, behaviour: Callable[[Any, Any], Awaitable[bytes | None]]) -> Callable[[Any, Any], Any]:
+        async def checked(request: Any, context: grpc.aio.ServicerContext) -> bytes | None:
             try:
-                await stream(self._admit(service, context), context)
+                self._admit(self._service, context)
+                return await behaviour(request, context)
             except SwarmError as error:
                 await refuse(context, error)
 
-        return grpc.stream_stream_rpc_method_handler(streaming)
-
-    def _admit(self, service: Service, context: Context) -> Caller:
-        caller = caller_of(context)
-        check_caller(caller, self._credentials.run_id, self._clock(), service.roles)
-        return caller
+        return checked
 
 
-async def refuse(context: Context, error: SwarmError) -> NoReturn:
+async def refuse(context: grpc.aio.ServicerContext, error: SwarmError) -> NoReturn:
     """End a call with ``error``; the caller gets the same error (see ``channel.failure``)."""
     if isinstance(error, RefusedError):
         code = grpc.StatusCode.PERMISSION_DENIED

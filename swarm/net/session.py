@@ -11,18 +11,17 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from swarm.errors import SwarmError, UnreachableError, UsageError
-from swarm.net.channel import MAX_FAULT_CHARACTERS, Purpose, decode_fault, encode_fault, failure, open_channel
-from swarm.net.credentials import Caller, Credentials
+from swarm.net.channel import MAX_FAULT_CHARACTERS, decode_fault, encode_fault, failure, open_channel
+from swarm.net.credentials import Credentials, caller_of
 from swarm.net.heartbeat import Beat, Pulse
 from swarm.net.messages import message_class
-from swarm.net.server import Context, StreamMethod
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,22 @@ class Session:
 
         Raises:
             UsageError: message above 1 MiB.
-            UnreachableError: the session is over, or this message filled its queue (which ends it).
+            UnreachableError: the session is over, or this message overflows its queue (which ends it).
+        """
+        closing = self._last_words is not None
+        self.send_nowait(message)
+        if closing or self.lost_reason is not None:
+            raise UnreachableError(
+                f"The session with peer {self.peer_id} is over: {self.lost_reason or 'it is being closed'}.",
+                meaning="The message was not sent.",
+                remedy="Open a new session.",
+            )
+
+    def send_nowait(self, message: bytes) -> None:
+        """The same for senders that learn of the end elsewhere: a session that is over takes the message and drops it.
+
+        Raises:
+            UsageError: message above 1 MiB.
         """
         if len(message) > MAX_MESSAGE_BYTES:
             raise UsageError(f"A control message has {len(message)} bytes, more than {MAX_MESSAGE_BYTES}.")
@@ -103,12 +117,8 @@ class Session:
             len(self._outbox) >= MAX_QUEUED_MESSAGES or self._outbox_bytes + len(message) > MAX_QUEUED_BYTES
         ):
             self._end(f"{len(self._outbox)} messages wait to be sent, the other end does not take them")
-        if self.lost_reason is not None:
-            raise UnreachableError(
-                f"The session with peer {self.peer_id} is over: {self.lost_reason}.",
-                meaning="The message was not sent.",
-                remedy="Open a new session.",
-            )
+        if self.lost_reason is not None or self._last_words is not None:
+            return
         self._outbox.append(message)
         self._outbox_bytes += len(message)
         self._sendable.set()
@@ -254,7 +264,7 @@ class Session:
             await asyncio.sleep(self._heartbeat_s / 4)
 
 
-class SessionService:
+class SessionService(grpc.GenericRpcHandler):
     """The coordinator's side.
 
     Args:
@@ -263,7 +273,6 @@ class SessionService:
         heartbeat_s: interval of heartbeats, the same on both sides.
     """
 
-    name = "swarm.v1.Session"
     roles = frozenset({"peer"})
 
     def __init__(self, on_session: Callable[[Session], Awaitable[None]], *, heartbeat_s: float = HEARTBEAT_S) -> None:
@@ -272,8 +281,10 @@ class SessionService:
         self._sessions: set[Session] = set()
         self._serving: set[asyncio.Task[None]] = set()
 
-    def methods(self) -> Mapping[str, StreamMethod]:
-        return {"Open": StreamMethod(self._open)}
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if handler_call_details.method != METHOD:
+            return None
+        return grpc.stream_stream_rpc_method_handler(self._open)
 
     async def stop(self) -> None:
         """Close all sessions."""
@@ -281,7 +292,8 @@ class SessionService:
         if self._serving:
             await asyncio.wait(self._serving, timeout=CLOSE_DEADLINE_S)
 
-    async def _open(self, caller: Caller, context: Context) -> None:
+    async def _open(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
+        caller = caller_of(context)
         session = Session(_ServerEnd(context), caller.peer_id, self._heartbeat_s)
         session._start()
         self._sessions.add(session)
@@ -344,7 +356,7 @@ async def open_session(
 
 
 class _ServerEnd:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
         self._context: Any = context
 
     async def read(self) -> bytes | None:
@@ -370,7 +382,7 @@ class _ServerEnd:
 class _ClientEnd:
     def __init__(self, address: str, credentials: Credentials, peer_id: str) -> None:
         self.whom = f"peer {peer_id} at {address}"
-        self._channel = open_channel(address, credentials, peer_id, Purpose.CONTROL)
+        self._channel = open_channel(address, credentials, peer_id, "session")
         self._call: Any = self._channel.stream_stream(METHOD)()
 
     async def read(self) -> bytes | None:
