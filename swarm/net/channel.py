@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import grpc
 from google.protobuf.message import DecodeError
 
 from swarm.errors import RefusedError, SwarmError, UnreachableError
 from swarm.net.addresses import parse_address
-from swarm.net.credentials import Credentials, server_name
+from swarm.net.credentials import Credentials, instant, server_name
 from swarm.net.frames import CHUNK_BYTES
 from swarm.net.messages import message_class
 
@@ -38,8 +40,15 @@ def open_channel(address: str, credentials: Credentials, peer_id: str, purpose: 
 
     Raises:
         UsageError: not an address.
+        RefusedError: the certificate of this peer has expired (a server would only close the connection).
     """
     where = parse_address(address)
+    if time.time() >= credentials.expires_at_s:
+        raise RefusedError(
+            f"The certificate of this peer expired at {instant(credentials.expires_at_s)}.",
+            meaning="Nobody in the run accepts it any more.",
+            remedy="Enrol again with a fresh invitation; if it should still be valid, check the clock.",
+        )
     options = [
         *common_options(),
         ("grpc.use_local_subchannel_pool", 1),  # else channels with equal arguments share a connection

@@ -14,6 +14,7 @@ import grpc
 
 from swarm.core.frame import FrameHeader
 from swarm.errors import FrameError, SwarmError
+from swarm.net.authority import Role
 from swarm.net.credentials import caller_of
 from swarm.net.frames import Assembler, BrokenStreamError, Frame, refusal
 from swarm.net.messages import message_class
@@ -52,7 +53,7 @@ class PipelineService(grpc.GenericRpcHandler):
         clock: monotonic seconds.
     """
 
-    roles = frozenset({"peer"})
+    roles = frozenset({Role.PEER})
 
     def __init__(
         self,

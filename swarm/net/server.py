@@ -10,6 +10,7 @@ import grpc
 
 from swarm.errors import FrameError, RefusedError, SwarmError, UsageError
 from swarm.net.addresses import Address, parse_address
+from swarm.net.authority import Role
 from swarm.net.channel import FAULT_KEY, MAX_FAULT_CHARACTERS, common_options, encode_fault
 from swarm.net.credentials import Credentials, caller_of, check_caller
 
@@ -18,6 +19,10 @@ MAX_STREAMS_PER_CONNECTION = 64
 
 MAX_CALLS = 4096
 """Calls that all connections together may have open at a time."""
+
+
+ANY_ROLE = frozenset(Role)
+"""Who may call services that do not say."""
 
 
 class PeerServer:
@@ -94,7 +99,7 @@ class PeerServer:
         await self._server.stop(grace_s)
 
     def _admit(self, service: grpc.GenericRpcHandler, context: grpc.aio.ServicerContext) -> None:
-        roles = getattr(service, "roles", None)
+        roles = getattr(service, "roles", ANY_ROLE)
         check_caller(caller_of(context), self._credentials.run_id, self._clock(), roles)
 
 

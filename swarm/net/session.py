@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from swarm.errors import SwarmError, UnreachableError, UsageError
+from swarm.net.authority import Role
 from swarm.net.channel import MAX_FAULT_CHARACTERS, decode_fault, encode_fault, failure, open_channel
 from swarm.net.credentials import Credentials, caller_of
 from swarm.net.heartbeat import Beat, Pulse
@@ -273,7 +274,7 @@ class SessionService(grpc.GenericRpcHandler):
         heartbeat_s: interval of heartbeats, the same on both sides.
     """
 
-    roles = frozenset({"peer"})
+    roles = frozenset({Role.PEER})
 
     def __init__(self, on_session: Callable[[Session], Awaitable[None]], *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._on_session = on_session
