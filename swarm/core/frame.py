@@ -15,7 +15,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 """Payloads above this are refused before anything is allocated."""
 
 SCALE_BYTES = 2
-"""int8 and int4 carry one fp16 scale per token."""
+"""int8 and int4 carry one bf16 scale per token: the gradients of a mean loss are too small for fp16."""
 
 
 class FrameKind(IntEnum):
@@ -34,7 +34,7 @@ class FrameHeader:
     """Everything but the payload.
 
     The payload is, in this order and without padding: coefficients (batch*time*rank, ``dtype``; int4 packs two in a
-    byte, low nibble first), scales (batch*time fp16, only int8 and int4), and, except for gradients, token ids
+    byte, low nibble first), scales (batch*time bf16, only int8 and int4 at ranks above 0), and, except for gradients, token ids
     (batch*(time+1) unsigned little-endian integers of ``token_width(vocab)`` bytes: the inputs and one more for the
     targets).
     """
