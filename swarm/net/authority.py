@@ -119,9 +119,9 @@ class RunAuthority:
         if role is Role.BOOTSTRAP:
             names.append(x509.DNSName(server_name(BOOTSTRAP_NAME, self.run_id)))
         names.append(x509.UniformResourceIdentifier(f"swarm://{self.run_id}/{role}/{peer_id}"))
-        usages = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+        usages = [x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH]
         if role is not Role.INVITATION:
-            usages.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
+            usages.append(x509.oid.ExtendedKeyUsageOID.SERVER_AUTH)
         builder = _certificate(common_name(peer_id), self.certificate.subject, key, lifetime_s, now_s)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(_key_usage(sign_certificates=False), critical=True)

@@ -127,7 +127,7 @@ class Credentials:
         """For a server: each connection sees the newest certificate, and must show one of the run."""
         shown = self.certificate_pem
 
-        def newest() -> grpc.ServerCertificateConfiguration | None:
+        def newest() -> Any:
             nonlocal shown
             if shown == self.certificate_pem:
                 return None
