@@ -45,7 +45,7 @@ class BrokenStreamError(FrameError):
 class Frame:
     """A complete frame.
 
-    ``payload`` is read-only if the frame came in one chunk (then it is grpc's own buffer).
+    ``payload`` is read-only if it came in one message (then it is grpc's own buffer).
     """
 
     sequence: int
@@ -114,8 +114,11 @@ def as_bytes_view(payload: object) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def chunks(sequence: int, header: FrameHeader, payload: memoryview) -> Iterator[bytes]:
+def chunks(sequence: int, header: FrameHeader, payload: memoryview, *, probe: bool = False) -> Iterator[bytes]:
     """The messages of one frame, each built when it is asked for: only one of them exists at a time.
+
+    With ``probe`` the first message carries the header alone, so that the receiver sees a beginning and an end even of
+    a small frame, and how fast the bytes between came.
 
     Raises:
         FrameError: payload or header above the limit.
@@ -129,7 +132,7 @@ def chunks(sequence: int, header: FrameHeader, payload: memoryview) -> Iterator[
     offset = 0
     while True:
         start = _payload_start(len(head))
-        end = min(total, offset + CHUNK_BYTES - start)
+        end = 0 if probe and head else min(total, offset + CHUNK_BYTES - start)
         prefix = _PREFIX.pack(sequence, offset, total, len(head))
         zeros = bytes(start - len(prefix) - len(head))
         yield b"".join((prefix, head, zeros, payload[offset:end]))
@@ -184,8 +187,6 @@ class Assembler:
             raise self._broken(f"frame {sequence} begins at byte {offset} after frame {self.sequence}")
         if len(piece) > total:
             raise self._broken(f"frame {sequence} announces {total} bytes and brings {len(piece)}")
-        if not piece and total:
-            raise self._broken(f"frame {sequence} announces {total} bytes and begins with none")
         self.sequence, self._total, self._received, self.first_size = sequence, total, len(piece), len(piece)
         if total > MAX_FRAME_BYTES:
             raise refusal(f"its payload of {total} bytes is above the limit of {MAX_FRAME_BYTES}")
@@ -193,8 +194,10 @@ class Assembler:
         self._guard(sequence, header, total)
         if len(piece) == total:
             return Frame(sequence, header, piece)
-        self._header, self._buffer = header, _allocate(total)
-        self._buffer[: len(piece)] = piece
+        self._header = header
+        if piece:
+            self._buffer = _allocate(total)
+            self._buffer[: len(piece)] = piece
         return None
 
     def _go_on(self, sequence: int, offset: int, total: int, piece: memoryview) -> Frame | None:
@@ -209,9 +212,12 @@ class Assembler:
         if not piece or end > total:
             raise self._broken(f"a chunk of frame {sequence} has {len(piece)} of {total - offset} bytes left")
         self._received = end
-        if self._header is None or self._buffer is None:
+        if self._header is None:
             return None
-        self._buffer[offset:end] = piece
+        if self._buffer is None:
+            self._buffer = piece if end == total else _allocate(total)
+        if self._buffer is not piece:
+            self._buffer[offset:end] = piece
         if end < total:
             return None
         frame = Frame(sequence, self._header, self._buffer)

@@ -22,7 +22,7 @@ from swarm.errors import UnreachableError
 from swarm.net.channel import failure, open_channel
 from swarm.net.credentials import Credentials
 from swarm.net.frames import as_bytes_view, chunks
-from swarm.net.goodput import GoodputMeter
+from swarm.net.goodput import PROBE_BYTES, GoodputMeter
 from swarm.net.messages import message_class
 from swarm.net.pipeline import METHOD, PipelineService
 
@@ -156,17 +156,17 @@ class Link:
         if self._waiting >= self._queue_frames:
             raise self._unreachable(f"{self._waiting} frames wait already, the bound of its queue")
         self._waiting += 1
-        follows = self._turn.locked()
         try:
             async with asyncio.timeout(deadline_s), self._turn:
                 stream = self._stream
                 if stream is None:
                     raise self._unreachable("not connected")
-                messages = chunks(stream.next_sequence, header, view)
+                probe = self._meter.wants_probe and len(view) >= PROBE_BYTES
+                messages = chunks(stream.next_sequence, header, view, probe=probe)
                 first = next(messages)  # refuses what is too large while nothing has left
                 waited = await stream.credit()
                 sequence = stream.begin(header, len(view))
-                self._meter.begins(sequence, back_to_back=follows and not waited)
+                self._meter.begins(sequence, waited=waited)
                 await stream.write(first)
                 del first
                 for message in messages:

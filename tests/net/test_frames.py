@@ -81,6 +81,24 @@ def test_the_payload_of_one_chunk_is_the_buffer_that_came_aligned_within_it():
     assert message.index(b"x" * 1000) % 64 == 0
 
 
+def test_a_probe_brings_the_header_first_and_the_payload_still_without_a_copy():
+    it = assembler()
+    head, body = chunks(1, HEADER, memoryview(b"x" * 5000), probe=True)
+    assert len(head) < 500
+    assert it.feed(head) is None
+    frame = it.feed(body)
+    assert frame.payload.obj is body
+    assert (frame.payload, it.first_size) == (b"x" * 5000, 0)
+    assert [len(message) for message in chunks(1, HEADER, memoryview(b""), probe=True)] == [len(head)]
+
+
+def test_a_probe_of_several_chunks_is_assembled():
+    it = assembler()
+    payload = bytes(range(256)) * 12_000
+    *_, frame = [it.feed(message) for message in chunks(1, HEADER, memoryview(payload), probe=True)]
+    assert frame.payload == payload
+
+
 def test_an_assembled_payload_is_writable_and_aligned_in_memory():
     it = assembler()
     frame = [it.feed(message) for message in messages(bytes(3 * MIB))][-1]
@@ -96,6 +114,7 @@ def test_a_64_mib_frame_takes_one_payload_and_a_few_chunks_of_memory_on_both_sid
         frame = it.feed(message)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert frame is not None
     assert len(frame.payload) == 64 * MIB
     assert peak < 64 * MIB + 3 * CHUNK_BYTES
 
