@@ -1,0 +1,1 @@
+"""What people and programs see of a process: typed events, and the sinks that show or keep them."""
