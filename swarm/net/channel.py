@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -21,6 +22,9 @@ KEEPALIVE_S = 10.0
 
 KEEPALIVE_TIMEOUT_S = 10.0
 """A ping unanswered for this long ends the connection."""
+
+END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the published types
+"""What reading a stream gives when the other side has finished."""
 
 FAULT_KEY = "swarm-fault-bin"
 """Trailing metadata that carries the error of a refused call."""

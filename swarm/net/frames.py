@@ -241,4 +241,4 @@ def _allocate(size: int) -> memoryview:
     # Not a bytearray: that writes zeros, and so takes all the memory that a sender merely announced.
     room = np.empty(size + ALIGNMENT, dtype=np.uint8)
     skip = -room.ctypes.data % ALIGNMENT
-    return memoryview(room)[skip : skip + size]
+    return memoryview(room.data)[skip : skip + size]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from google.protobuf.message import DecodeError
 
 from swarm.core.frame import FrameHeader
 from swarm.errors import UnreachableError
-from swarm.net.channel import failure, open_channel
+from swarm.net.channel import END, failure, open_channel
 from swarm.net.credentials import Credentials
 from swarm.net.frames import as_bytes_view, chunks
 from swarm.net.goodput import PROBE_BYTES, GoodputMeter
 from swarm.net.messages import message_class
 from swarm.net.pipeline import METHOD, PipelineService
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Link", "LinkStats", "PipelineService"]
 
@@ -223,7 +226,7 @@ class _Stream:
             data = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise failure(error, self._link._whom) from None
-        if data is grpc.aio.EOF:
+        if data is END:
             raise self._link._unreachable("the receiver is stopping")
         window = message_class("Feedback").FromString(data)
         self._window_frames, self._window_bytes = window.window_frames, window.window_bytes
@@ -281,7 +284,7 @@ class _Stream:
 
     async def _listen(self) -> None:
         try:
-            while (data := await self._call.read()) is not grpc.aio.EOF:
+            while (data := await self._call.read()) is not END:
                 self._take(message_class("Feedback").FromString(data))
             self.lose("the receiver ended it")
         except asyncio.CancelledError:
@@ -306,5 +309,8 @@ class _Stream:
             if release.refusal:
                 link._frames_refused += 1
                 if link._on_refused is not None:
-                    link._on_refused(header, release.refusal)
+                    try:
+                        link._on_refused(header, release.refusal)
+                    except Exception:  # the link must not hang because its owner stumbles
+                        log.exception("Telling of a refused frame failed.")
         self._changed.set()

@@ -15,6 +15,7 @@ import grpc
 from swarm.core.frame import FrameHeader
 from swarm.errors import FrameError, SwarmError
 from swarm.net.authority import Role
+from swarm.net.channel import END
 from swarm.net.credentials import caller_of
 from swarm.net.frames import Assembler, BrokenStreamError, Frame, refusal
 from swarm.net.messages import message_class
@@ -139,13 +140,14 @@ class _Inbound:
                     task.result()
         finally:
             self.end()
+            self._ended.exception()  # it was raised above, or something else was
             for task in (receiving, reporting):
                 task.cancel()
             await asyncio.gather(receiving, reporting, return_exceptions=True)
 
     async def _receive(self) -> None:
         assembler, clock, first_s = self._assembler, self._service.clock, 0.0
-        while (message := await self._context.read()) is not grpc.aio.EOF:
+        while (message := await self._context.read()) is not END:
             now_s, before = clock(), assembler.sequence
             try:
                 frame = assembler.feed(message)
@@ -237,7 +239,7 @@ class _Inbound:
 
     async def _report(self) -> None:
         kind = message_class("Feedback")
-        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
+        with contextlib.suppress(grpc.aio.BaseError):
             while True:
                 self._news.clear()
                 feedback, self._feedback = self._feedback, kind()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -123,7 +123,7 @@ class _Guarded(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(self._checked(method.stream_stream))
         raise TypeError(f"{handler_call_details.method} is neither unary-unary nor stream-stream")
 
-    def _checked(self, behaviour: Callable[[Any, Any], Awaitable[bytes | None]]) -> Callable[[Any, Any], Any]:
+    def _checked(self, behaviour: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         async def checked(request: Any, context: grpc.aio.ServicerContext) -> bytes | None:
             try:
                 self._admit(self._service, context)

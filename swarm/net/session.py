@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from swarm.errors import SwarmError, UnreachableError, UsageError
+from swarm.errors import RefusedError, SwarmError, UnreachableError, UsageError
 from swarm.net.authority import Role
-from swarm.net.channel import MAX_FAULT_CHARACTERS, decode_fault, encode_fault, failure, open_channel
+from swarm.net.channel import END, MAX_FAULT_CHARACTERS, decode_fault, encode_fault, failure, open_channel
 from swarm.net.credentials import Credentials, caller_of
 from swarm.net.heartbeat import Beat, Pulse
 from swarm.net.messages import message_class
@@ -33,6 +33,8 @@ MAX_MESSAGE_BYTES = 2**20
 MAX_QUEUED_MESSAGES = 1024
 """Messages that may wait on either side, to be sent or to be taken."""
 MAX_QUEUED_BYTES = 16 * 2**20
+MAX_SESSIONS_PER_PEER = 4
+"""More than one while an older one is not yet known to be lost."""
 CLOSE_DEADLINE_S = 1.0
 """How long closing waits until the other side has read what was sent."""
 
@@ -295,6 +297,11 @@ class SessionService(grpc.GenericRpcHandler):
 
     async def _open(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
         caller = caller_of(context)
+        if sum(session.peer_id == caller.peer_id for session in self._sessions) >= MAX_SESSIONS_PER_PEER:
+            raise RefusedError(
+                f"Peer {caller.peer_id} has {MAX_SESSIONS_PER_PEER} sessions already.",
+                remedy="Close them, or wait until they are found lost.",
+            )
         session = Session(_ServerEnd(context), caller.peer_id, self._heartbeat_s)
         session._start()
         self._sessions.add(session)
@@ -365,7 +372,7 @@ class _ServerEnd:
             data = await self._context.read()
         except grpc.aio.BaseError:
             return None
-        return None if data is grpc.aio.EOF else data
+        return None if data is END else data
 
     async def write(self, data: bytes) -> None:
         try:
@@ -391,7 +398,7 @@ class _ClientEnd:
             data = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise failure(error, self.whom) from None
-        return None if data is grpc.aio.EOF else data
+        return None if data is END else data
 
     async def write(self, data: bytes) -> None:
         try:

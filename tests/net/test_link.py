@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import uvloop
 
 from swarm.errors import FrameError, UnreachableError
 from swarm.net.frames import refusal
@@ -79,6 +81,27 @@ async def test_frames_arrive_whole_in_order_and_with_their_sender():
             (alice.peer_id, 0, b""),
             *[(alice.peer_id, n, bytes([n])) for n in range(1, 5)],
         ]
+
+
+def test_all_of_it_works_in_uvloop():
+    uvloop.run(test_frames_arrive_whole_in_order_and_with_their_sender())
+    uvloop.run(test_refused_frames_come_back_with_the_reason_and_the_link_goes_on())
+    uvloop.run(test_a_stopped_receiver_is_a_lost_link_and_connecting_again_works())
+
+
+async def test_a_64_mib_frame_takes_its_size_and_a_few_chunks_of_memory():
+    sizes = []
+    receiver = Receiver()
+    receiver.service.on_frame = lambda sender, header, payload: sizes.append(len(payload))
+    async with linked(receiver) as (link, _):
+        payload = memoryview(bytes(64 * MIB))
+        tracemalloc.start()
+        await link.send(HEADER, payload)
+        await until(lambda: sizes)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert sizes == [64 * MIB]
+        assert peak < (64 + 8) * MIB
 
 
 async def test_the_stats_count_what_was_carried_and_measure_the_path():

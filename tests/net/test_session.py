@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 
 import pytest
+import uvloop
 
 from swarm.errors import InvitationError, RefusedError, SwarmError, UnreachableError, UsageError
 from swarm.net import session as sessions
 from swarm.net.server import PeerServer
-from swarm.net.session import MAX_MESSAGE_BYTES, Session, SessionService, open_session
+from swarm.net.session import MAX_MESSAGE_BYTES, MAX_SESSIONS_PER_PEER, Session, SessionService, open_session
 from tests.net.certified import certified
 
 DEADLINE_S = 20.0
@@ -49,6 +50,12 @@ async def test_messages_of_both_directions_arrive_in_order():
             await session.send(message)
         assert [await anext(session) for _ in sent] == sent
         await session.close("done", "enough")
+
+
+def test_all_of_it_works_in_uvloop():
+    uvloop.run(test_messages_of_both_directions_arrive_in_order())
+    uvloop.run(test_a_farewell_brings_code_and_reason_after_what_was_sent_before())
+    uvloop.run(test_a_refusal_is_the_same_error_on_the_other_side())
 
 
 async def test_the_coordinator_knows_the_certified_name_of_the_peer():
@@ -184,6 +191,16 @@ async def test_nobody_listening_and_a_silent_listener_are_unreachable():
     with pytest.raises(UnreachableError, match=r"no answer within 0\.2 s"):
         await open_session(f"{host}:{port}", alice, bob.peer_id, 0.2)
     silent.close()
+
+
+async def test_a_peer_has_a_few_sessions_at_most():
+    async with coordinator(echo) as (address, _):
+        held = [await enter(address) for _ in range(MAX_SESSIONS_PER_PEER)]
+        with pytest.raises(RefusedError, match="has 4 sessions already"):
+            await enter(address)
+        await held.pop().close("done", "enough")
+        held.append(await enter(address))
+        await asyncio.gather(*(session.close("done", "enough") for session in held))
 
 
 async def test_another_peer_at_that_address_is_refused():
