@@ -15,7 +15,7 @@ import grpc
 from swarm.core.frame import FrameHeader
 from swarm.errors import FrameError, SwarmError
 from swarm.net.authority import Role
-from swarm.net.channel import END
+from swarm.net.channel import END, MAX_FAULT_CHARACTERS
 from swarm.net.credentials import caller_of
 from swarm.net.frames import Assembler, BrokenStreamError, Frame, refusal
 from swarm.net.messages import message_class
@@ -215,7 +215,7 @@ class _Inbound:
 
     def _release(self, sequence: int, refusal: str = "") -> None:
         self._held.pop(sequence, None)
-        self._feedback.releases.add(sequence=sequence, refusal=refusal)
+        self._feedback.releases.add(sequence=sequence, refusal=refusal[:MAX_FAULT_CHARACTERS])
         self._news.set()
         if not refusal:
             self._refused_in_a_row = 0
