@@ -249,6 +249,22 @@ class Result(Event):
     seconds: float
 
 
+def from_json(fields: Mapping[str, Any]) -> Event | None:
+    """The event that :meth:`Event.as_json` wrote; None for what this version does not know. Extra keys are ignored."""
+    kind = _KINDS.get(str(fields.get("event")))
+    if kind is None:
+        return None
+    known = {entry.name for entry in dataclasses.fields(kind)}
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key in known}
+    try:
+        return kind(**values)
+    except TypeError:
+        return None
+
+
+_KINDS: dict[str, type[Event]] = {kind.event: kind for kind in Event.__subclasses__()}
+
+
 class Sink(Protocol):
     """Takes events; may raise, which only costs it the event."""
 

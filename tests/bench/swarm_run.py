@@ -9,19 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from peers.demo import to_toml
 from swarm.config.spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def spec_toml(spec: RunSpec) -> str:
-    """The spec as TOML."""
-    fields = spec.model_dump(mode="json")
-    sections = {key: value for key, value in fields.items() if isinstance(value, dict)}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items() if key not in sections]
-    for name, section in sections.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
-    return "\n".join(lines) + "\n"
 
 
 def run_demo(spec: RunSpec, folder: Path, *, timeout_s: float) -> list[dict[str, Any]]:
@@ -31,7 +22,7 @@ def run_demo(spec: RunSpec, folder: Path, *, timeout_s: float) -> list[dict[str,
         RuntimeError: the demo did not exit with 0.
     """
     path = folder / "run.toml"
-    path.write_text(spec_toml(spec))
+    path.write_text(to_toml(spec))
     command = [sys.executable, "-m", "peers.swarm_peer", "demo", "--json", "--spec", str(path)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ.copy(), capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
@@ -43,6 +34,6 @@ def committed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps as the coordinator committed them, one event each."""
     steps: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event["event"] == "step" and event.get("role", "bootstrap") == "bootstrap":
+        if event["event"] == "step" and event["source"] == "bootstrap":
             steps.setdefault(event["step"], event)
     return [steps[step] for step in sorted(steps)]
