@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Self
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from swarm.errors import RefusedError, UsageError
-from swarm.net.identity import Identity, common_name, peer_id_of
+from swarm.net.identity import MALFORMED, Identity, common_name, peer_id_of
 from swarm.net.private import read_private, write_private
 
 KEY_FILE = "authority.key"
@@ -81,7 +80,7 @@ class RunAuthority:
             return authority
         try:
             certificate = x509.load_pem_x509_certificate(pem)
-        except ValueError:
+        except MALFORMED:
             raise _unusable(state_dir, f"{CERTIFICATE_FILE} holds no certificate") from None
         if certificate.subject != common_name(run_id):
             raise _unusable(state_dir, f"it belongs to {certificate.subject.rfc4514_string()}, not to run {run_id}")
@@ -146,7 +145,7 @@ def _requested_key(csr: bytes) -> ec.EllipticCurvePublicKey:
         request = x509.load_der_x509_csr(csr)
         signed = request.is_signature_valid
         key = request.public_key()
-    except (ValueError, InvalidSignature):
+    except MALFORMED:
         raise RefusedError("The certificate request is not PKCS #10 in DER.") from None
     if not signed:
         raise RefusedError("The certificate request is not signed with its own key.")

@@ -9,15 +9,27 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from google.protobuf.message import DecodeError
 
-from swarm.errors import InvitationError, RefusedError, SwarmError, UnreachableError
+from swarm.core.frame import PROTOCOL_VERSION
+from swarm.errors import ClockSkewError, InvitationError, RefusedError, SwarmError, UnreachableError
 from swarm.net.addresses import parse_address
 from swarm.net.authority import BOOTSTRAP_NAME, Role, server_name
 from swarm.net.channel import FAULT_KEY, failure, open_channel
 from swarm.net.credentials import Credentials, instant
+from swarm.net.identity import MALFORMED, Identity
+from swarm.net.messages import message_class
+
+SERVICE = "swarm.v1.Enrolment"
+
+MAX_CLOCK_SKEW_S = 2.0
+"""Clocks further apart than this are refused; the DHT refuses records from 3 s on, without saying why."""
 
 DEADLINE_S = 30.0
 """For all addresses together."""
@@ -62,6 +74,62 @@ async def call_bootstrap(
         + ".",
         meaning="This peer cannot enrol or renew its certificate.",
         remedy="Check that swarm-bootstrap runs, and that its address and port can be reached from here.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A certificate, and what the bootstrap at ``address`` said with it."""
+
+    certificate_pem: bytes
+    spec_json: str
+    dht_addresses: tuple[str, ...]
+    coordinator_id: str
+    address: str
+
+
+async def request_certificate(
+    method: str,
+    shown: Credentials,
+    addresses: Iterable[str],
+    identity: Identity,
+    clock: Callable[[], float],
+    deadline_s: float,
+) -> Grant:
+    """Call ``Enrol`` or ``Renew``; the certificate and the spec are not checked here.
+
+    Raises:
+        ClockSkewError: the clocks are too far apart.
+        SwarmError: as :func:`call_bootstrap`.
+    """
+    asked_s = clock()
+    request = message_class("EnrolRequest")(
+        csr=identity.csr(), run_id=shown.run_id, protocol=PROTOCOL_VERSION, wall_s=asked_s
+    )
+    data, address = await call_bootstrap(
+        addresses, shown, f"/{SERVICE}/{method}", request.SerializeToString(), deadline_s=deadline_s
+    )
+    got_s = clock()
+    try:
+        reply = message_class("EnrolReply").FromString(data)
+        pem = x509.load_der_x509_certificate(reply.certificate).public_bytes(serialization.Encoding.PEM)
+    except (DecodeError, *MALFORMED):
+        raise RefusedError(f"What the bootstrap at {address} answered cannot be read.") from None
+    # The bootstrap read its clock at some moment in between.
+    if reply.wall_s < asked_s - MAX_CLOCK_SKEW_S:
+        raise clock_skew(asked_s - reply.wall_s)
+    if reply.wall_s > got_s + MAX_CLOCK_SKEW_S:
+        raise clock_skew(got_s - reply.wall_s)
+    return Grant(pem, reply.spec, tuple(reply.dht_addresses), reply.coordinator_id, address)
+
+
+def clock_skew(ahead_s: float) -> ClockSkewError:
+    """The clock of a peer is ``ahead_s`` seconds ahead of that of the bootstrap (negative: behind)."""
+    return ClockSkewError(
+        f"The clock of this peer is off by {ahead_s:+.1f} s from that of the bootstrap "
+        f"({'ahead' if ahead_s > 0 else 'behind'}); {MAX_CLOCK_SKEW_S:g} s are allowed.",
+        meaning="The DHT does not accept records of a peer whose clock is off.",
+        remedy="Set the clock, for instance with NTP, and try again.",
     )
 
 
@@ -121,7 +189,9 @@ async def _check_server(address: str, credentials: Credentials, timeout_s: float
 
 def _foreign(address: str, credentials: Credentials, error: ssl.SSLCertVerificationError) -> SwarmError:
     if error.verify_code in (_NOT_YET_VALID, _EXPIRED):
-        return RefusedError(
+        # Certificates are backdated: one that is not valid yet shows a wrong clock, one that has expired only might.
+        kind = ClockSkewError if error.verify_code == _NOT_YET_VALID else RefusedError
+        return kind(
             f"The certificate of the bootstrap at {address} is not valid now, {instant(time.time())} by the clock "
             f"of this machine ({error.verify_message}).",
             meaning="This peer cannot tell whether it is the right one.",

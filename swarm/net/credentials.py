@@ -10,13 +10,12 @@ from typing import Any, Self
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from swarm.errors import RefusedError
 from swarm.net.authority import BACKDATED_S, Role, RunAuthority, server_name
-from swarm.net.identity import SIGNATURE, Identity, peer_id_of
+from swarm.net.identity import MALFORMED, SIGNATURE, Identity, peer_id_of
 
 __all__ = [
     "Caller",
@@ -229,7 +228,7 @@ def verify_signed(data: bytes, signature: bytes, certificate_der: bytes, authori
         raise RefusedError(f"The certificate of {caller.peer_id} is valid until {instant(caller.expires_at_s)} only.")
     try:
         _public_key(_load_der(certificate_der)).verify(signature, RECORD_CONTEXT + data, SIGNATURE)
-    except InvalidSignature:
+    except MALFORMED:
         raise RefusedError(f"The record is not signed by {caller.peer_id}, whose certificate comes with it.") from None
     return caller
 
@@ -245,7 +244,7 @@ def read_certificate(certificate: x509.Certificate) -> Caller:
         (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
         scheme, empty, run_id, role, peer_id = uri.split("/")
         caller = Caller(peer_id, run_id, Role(role), certificate.not_valid_after_utc.timestamp())
-    except (ValueError, x509.ExtensionNotFound):
+    except MALFORMED:
         raise RefusedError("The certificate is not one of a run.") from None
     if (scheme, empty) != ("swarm:", "") or peer_id_of(_public_key(certificate)) != peer_id:
         raise RefusedError("The certificate is not one of a run: the peer it names does not have its key.")
@@ -267,7 +266,7 @@ def _issued(der: bytes, authority_pem: bytes) -> Caller:
     certificate = _load_der(der)
     try:
         certificate.verify_directly_issued_by(_load_pem(authority_pem))
-    except (ValueError, TypeError, InvalidSignature):
+    except MALFORMED:
         raise RefusedError(
             "The certificate was not issued by the authority of this run.",
             meaning="Whoever shows it belongs to another run, or to none.",
@@ -281,14 +280,14 @@ def _load_der(der: bytes) -> x509.Certificate:
         raise RefusedError(f"The certificate has {len(der)} bytes, and {MAX_CERTIFICATE_BYTES} is the limit.")
     try:
         return x509.load_der_x509_certificate(der)
-    except ValueError:
+    except MALFORMED:
         raise RefusedError("What should be a certificate is none.") from None
 
 
 def _load_pem(pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem)
-    except ValueError:
+    except MALFORMED:
         raise RefusedError("What should be a certificate is none.") from None
 
 
@@ -297,7 +296,10 @@ def _starts_at_s(der: bytes) -> float:
 
 
 def _public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
-    key = certificate.public_key()
+    try:
+        key = certificate.public_key()
+    except MALFORMED:
+        key = None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise RefusedError("The certificate is not for an ECDSA P-256 key.")
     return key

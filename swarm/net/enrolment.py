@@ -23,7 +23,7 @@ from swarm.config.spec import RunSpec
 from swarm.core.frame import PROTOCOL_VERSION
 from swarm.errors import ClockSkewError, RefusedError, SwarmError, UnreachableError
 from swarm.net.authority import Role, RunAuthority, peer_id_of_csr
-from swarm.net.bootstrap import DEADLINE_S, call_bootstrap
+from swarm.net.bootstrap import DEADLINE_S, MAX_CLOCK_SKEW_S, SERVICE, clock_skew, request_certificate
 from swarm.net.credentials import Caller, Credentials, caller_of, check_caller, instant
 from swarm.net.identity import Identity
 from swarm.net.invitation import Invitation, InvitationBook
@@ -32,15 +32,11 @@ from swarm.net.private import read_private, write_private
 
 log = logging.getLogger(__name__)
 
-SERVICE = "swarm.v1.Enrolment"
 ENROLMENT_FILE = "enrolment.json"
 
 CERTIFICATE_LIFETIME_S = 86_400.0
 RENEW_AT = 2 / 3
 """Share of a certificate's life after which it is renewed."""
-
-MAX_CLOCK_SKEW_S = 2.0
-"""Clocks further apart than this are refused; the DHT refuses records from 3 s on, without saying why."""
 
 MAX_TRANSIT_S = 60.0
 """A request that looks older than this comes from a clock that is behind."""
@@ -151,7 +147,7 @@ class EnrolmentService(grpc.GenericRpcHandler):
         ahead_s = request.wall_s - self._clock()
         # The request was some time on its way, so only a clock that is ahead shows in small offsets.
         if not -MAX_TRANSIT_S <= ahead_s <= MAX_CLOCK_SKEW_S:
-            raise _skew(ahead_s)
+            raise clock_skew(ahead_s)
         return request
 
     def _reply(self, request: Any) -> bytes:
@@ -265,8 +261,8 @@ async def keep_renewed(
     while True:
         await _until_due(credentials, clock, sleep)
         try:
-            reply, _ = await _request_certificate("Renew", credentials, addresses(), identity, clock, deadline_s)
-            credentials.renewed(_certificate_of(reply))
+            grant = await request_certificate("Renew", credentials, addresses(), identity, clock, deadline_s)
+            credentials.renewed(grant.certificate_pem)
             retry_s = FIRST_RETRY_S
         except SwarmError as error:
             log.warning("The certificate could not be renewed, next attempt in %.0f s: %s", retry_s, error.what)
@@ -312,50 +308,16 @@ async def _ask(
     clock: Callable[[], float],
     deadline_s: float,
 ) -> Enrolment:
-    reply, answered = await _request_certificate(method, shown, addresses, identity, clock, deadline_s)
-    spec = _spec_of(reply.spec, shown.run_id, answered)
+    grant = await request_certificate(method, shown, addresses, identity, clock, deadline_s)
     return Enrolment(
         credentials=Credentials(
-            shown.run_id,
-            identity.peer_id,
-            Role.PEER,
-            identity.key_pem,
-            _certificate_of(reply),
-            shown.authority_pem,
+            shown.run_id, identity.peer_id, Role.PEER, identity.key_pem, grant.certificate_pem, shown.authority_pem
         ),
-        spec=spec,
-        dht_addresses=tuple(reply.dht_addresses),
-        coordinator_id=reply.coordinator_id,
-        bootstrap_addresses=tuple(dict.fromkeys((answered, *addresses))),
+        spec=_spec_of(grant.spec_json, shown.run_id, grant.address),
+        dht_addresses=grant.dht_addresses,
+        coordinator_id=grant.coordinator_id,
+        bootstrap_addresses=tuple(dict.fromkeys((grant.address, *addresses))),
     )
-
-
-async def _request_certificate(
-    method: str,
-    shown: Credentials,
-    addresses: Iterable[str],
-    identity: Identity,
-    clock: Callable[[], float],
-    deadline_s: float,
-) -> tuple[Any, str]:
-    asked_s = clock()
-    request = message_class("EnrolRequest")(
-        csr=identity.csr(), run_id=shown.run_id, protocol=PROTOCOL_VERSION, wall_s=asked_s
-    )
-    data, answered = await call_bootstrap(
-        addresses, shown, f"/{SERVICE}/{method}", request.SerializeToString(), deadline_s=deadline_s
-    )
-    got_s = clock()
-    try:
-        reply = message_class("EnrolReply").FromString(data)
-    except DecodeError:
-        raise RefusedError(f"What the bootstrap at {answered} answered cannot be read.") from None
-    # The bootstrap read its clock at some moment in between.
-    if reply.wall_s < asked_s - MAX_CLOCK_SKEW_S:
-        raise _skew(asked_s - reply.wall_s)
-    if reply.wall_s > got_s + MAX_CLOCK_SKEW_S:
-        raise _skew(got_s - reply.wall_s)
-    return reply, answered
 
 
 def _spec_of(text: str, run_id: str, answered: str) -> RunSpec:
@@ -370,13 +332,6 @@ def _spec_of(text: str, run_id: str, answered: str) -> RunSpec:
         meaning="The hash of a spec is the id of its run, and these differ: this bootstrap is not to be trusted.",
         remedy="Ask whoever runs it.",
     )
-
-
-def _certificate_of(reply: Any) -> bytes:
-    try:
-        return x509.load_der_x509_certificate(reply.certificate).public_bytes(serialization.Encoding.PEM)
-    except ValueError:
-        raise RefusedError("The bootstrap sent no certificate.") from None
 
 
 def _keep(state_dir: Path, enrolment: Enrolment) -> None:
@@ -399,12 +354,3 @@ def _keep(state_dir: Path, enrolment: Enrolment) -> None:
 
     write()
     credentials.on_renewed(write_renewed)
-
-
-def _skew(ahead_s: float) -> ClockSkewError:
-    return ClockSkewError(
-        f"The clock of this peer is off by {ahead_s:+.1f} s from that of the bootstrap "
-        f"({'ahead' if ahead_s > 0 else 'behind'}); {MAX_CLOCK_SKEW_S:g} s are allowed.",
-        meaning="The DHT does not accept records of a peer whose clock is off.",
-        remedy="Set the clock, for instance with NTP, and try again.",
-    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -19,6 +20,18 @@ PEER_ID_DIGITS = 20
 
 SIGNATURE = ec.ECDSA(hashes.SHA256())
 """The only signature used; gRPC does not accept Ed25519 certificates."""
+
+MALFORMED = (
+    ValueError,
+    TypeError,
+    InvalidSignature,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
+"""What reading keys, requests and certificates raises when they are not what they should be."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ class Identity:
             return identity
         try:
             key = serialization.load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError):
+        except MALFORMED:
             key = None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
             raise UsageError(

@@ -10,7 +10,6 @@ signs the deflated bytes, so an alteration of any character is noticed.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import sys
 import threading
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, utils
 from google.protobuf.message import DecodeError
@@ -31,7 +29,7 @@ from swarm.errors import InvitationError, RefusedError, SwarmError, UsageError
 from swarm.net.addresses import MAX_ADDRESSES, parse_address
 from swarm.net.authority import BOOTSTRAP_NAME, Role, RunAuthority
 from swarm.net.credentials import Credentials, instant
-from swarm.net.identity import SIGNATURE, Identity, common_name
+from swarm.net.identity import MALFORMED, SIGNATURE, Identity, common_name
 from swarm.net.messages import message_class
 from swarm.net.private import locked, read_private, write_private
 
@@ -305,7 +303,7 @@ def _decode(kind: type[Invitation], text: str) -> Any:
             text=text,
         )
         invitation.credentials()
-    except (ValueError, binascii.Error, zlib.error, DecodeError, InvalidSignature, SwarmError):
+    except (*MALFORMED, zlib.error, DecodeError, SwarmError):
         raise _altered() from None
     if not invitation.addresses:
         raise _altered()
