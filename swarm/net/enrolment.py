@@ -258,22 +258,24 @@ async def keep_renewed(
         RefusedError: it has expired because they refused.
     """
     retry_s = FIRST_RETRY_S
+    reason: SwarmError | None = None
     while True:
         await _until_due(credentials, clock, sleep)
+        if reason is not None and clock() >= credentials.expires_at_s:
+            kind = RefusedError if isinstance(reason, RefusedError) else UnreachableError
+            raise kind(
+                f"The certificate of this peer expired at {instant(credentials.expires_at_s)}, and could not be "
+                f"renewed: {reason.what}",
+                meaning="Other peers do not accept this one any more.",
+                remedy="Start it again with a fresh invitation; it goes on from its last checkpoint.",
+            )
         try:
             grant = await request_certificate("Renew", credentials, addresses(), identity, clock, deadline_s)
             credentials.renewed(grant.certificate_pem)
-            retry_s = FIRST_RETRY_S
+            retry_s, reason = FIRST_RETRY_S, None
         except SwarmError as error:
+            reason = error
             log.warning("The certificate could not be renewed, next attempt in %.0f s: %s", retry_s, error.what)
-            if clock() >= credentials.expires_at_s:
-                kind = RefusedError if isinstance(error, RefusedError) else UnreachableError
-                raise kind(
-                    f"The certificate of this peer expired at {instant(credentials.expires_at_s)}, and could not be "
-                    f"renewed: {error.what}",
-                    meaning="Other peers do not accept this one any more.",
-                    remedy="Start it again with a fresh invitation; it goes on from its last checkpoint.",
-                ) from None
             await sleep(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
