@@ -204,11 +204,11 @@ class StageProtocol:
 
     # frames
 
-    def frame(self, header: FrameHeader, sender: str, payload_size: int) -> Accepted:
-        """A frame arrived.
+    def check(self, header: FrameHeader, sender: str, payload_size: int) -> None:
+        """Refuse a frame that this stage cannot use; nothing changes.
 
         Raises:
-            FrameError: the frame is not what this stage can use; nothing changed.
+            FrameError: names what does not fit.
         """
         view = self.view
         if view is None:
@@ -225,10 +225,18 @@ class StageProtocol:
         self._guard.check(header, view=self.fence, sender_stage=sender_stage, payload_size=payload_size)
         if header.route and header.route != view.route:
             raise FrameError(f"Refused a frame: its route {header.route} is not that of view {view.number}.")
-        if header.step < self._slot.step:
-            return Accepted(fresh=False)
         if header.step > self._slot.step + 1:
             raise FrameError(f"Refused a frame: its step {header.step} is beyond {self._slot.step}, this stage's step.")
+
+    def frame(self, header: FrameHeader, sender: str, payload_size: int) -> Accepted:
+        """A frame arrived.
+
+        Raises:
+            FrameError: as in :meth:`check`.
+        """
+        self.check(header, sender, payload_size)
+        if header.step < self._slot.step:
+            return Accepted(fresh=False)
         if header.step > self._slot.step or not self._begun:
             # The neighbour has applied the commit (or heard Begin) before this stage has.
             if any(self._key(header) == self._key(other) for other in self._early):

@@ -21,7 +21,7 @@ from swarm.net.control import decode_coordinator_message, encode_peer_message
 from swarm.net.enrolment import Enrolment, enrol, keep_renewed
 from swarm.net.identity import Identity
 from swarm.net.invitation import Invitation
-from swarm.net.link import PipelineService
+from swarm.net.pipeline import PipelineService
 from swarm.net.server import PeerServer
 from swarm.net.session import Session, open_session
 from swarm.observe.events import Enrolled, EventLog, Left, Resources, Started, Waiting, Warned
@@ -69,6 +69,7 @@ class _Peer:
     enrolment: Enrolment
     directory: Directory
     runner: StageRunner
+    identity: Identity
 
     def __init__(self, settings: PeerSettings, log: EventLog) -> None:
         self.settings = settings
@@ -83,9 +84,9 @@ class _Peer:
     async def prepare(cls, settings: PeerSettings, log: EventLog, stack: AsyncExitStack) -> _Peer:
         """Everything up to the first session; what it opens is closed by ``stack``."""
         peer = cls(settings, log)
-        invitation = Invitation.parse(settings.invitation)
+        invitation = Invitation.parse(settings.invitation, accept_expired=True)
         folder = settings.state_dir
-        identity = Identity.open(folder)
+        identity = peer.identity = Identity.open(folder)
         enrolment = await enrol(invitation, identity, state_dir=folder)
         peer.enrolment, peer.spec = enrolment, enrolment.spec
         spec, credentials = enrolment.spec, enrolment.credentials
@@ -119,7 +120,7 @@ class _Peer:
             log=log,
         )
         await peer.runner.recover()
-        pipeline = PipelineService(peer.runner.on_frame, run_id=spec.run_id)
+        pipeline = PipelineService(peer.runner.on_frame, peer.runner.check_frame)
         server = PeerServer(credentials, [settings.listen], [pipeline])
         bound = await server.start()
         stack.push_async_callback(server.stop, STOP_GRACE_S)
@@ -156,10 +157,7 @@ class _Peer:
                 addresses=addresses,
             )
         )
-        peer._identity = identity
         return peer
-
-    _identity: Identity
 
     async def run(self) -> None:
         """Keep a session with the coordinator until the run is finished."""
@@ -265,12 +263,7 @@ class _Peer:
     async def _renew(self) -> None:
         credentials = self.enrolment.credentials
         credentials.on_renewed(self._renewed.set)
-        await keep_renewed(
-            credentials,
-            self._identity,
-            self.enrolment.coordinator_id,
-            lambda: self.enrolment.bootstrap_addresses,
-        )
+        await keep_renewed(credentials, self.identity, lambda: self.enrolment.bootstrap_addresses)
 
     def _report_checkpoint(self, error: CheckpointError) -> None:
         self.log.emit(Warned(error.code, error.what, error.meaning, error.remedy))

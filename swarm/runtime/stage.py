@@ -255,6 +255,14 @@ class StageRunner:
 
     # frames
 
+    def check_frame(self, sender: str, header: FrameHeader, size: int) -> None:
+        """Refuse a frame before memory is taken for it.
+
+        Raises:
+            FrameError: says why.
+        """
+        self.protocol.check(header, sender, size)
+
     def on_frame(self, sender: str, header: FrameHeader, payload: memoryview) -> None:
         """A complete frame of a neighbour.
 

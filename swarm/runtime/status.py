@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -10,8 +9,7 @@ import grpc
 
 from swarm.core.messages import LinkReport
 from swarm.core.view import Member
-from swarm.errors import UnreachableError
-from swarm.net.channel import open_channel
+from swarm.net.bootstrap import call_bootstrap
 from swarm.net.control import extract, fill
 from swarm.net.invitation import Invitation
 from swarm.net.messages import message_class
@@ -76,27 +74,15 @@ async def query(invitation: Invitation) -> RunStatus:
     """Ask the bootstrap addresses of an invitation, in their order.
 
     Raises:
-        UnreachableError: none of them answers within the deadline.
+        SwarmError: none of them answers within the deadline, or the invitation is not accepted.
     """
-    credentials = invitation.credentials()
-    reasons: list[str] = []
-    for address in invitation.addresses:
-        channel = open_channel(address, credentials, invitation.bootstrap_id, purpose="status")
-        try:
-            call = channel.unary_unary(METHOD)
-            async with asyncio.timeout(DEADLINE_S):
-                data = await call(message_class("StatusRequest")().SerializeToString(), timeout=DEADLINE_S)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
-            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
-            reasons.append(f"{address}: {details}")
-            continue
-        finally:
-            await channel.close()
-        reply = message_class("StatusReply")()
-        reply.ParseFromString(data)
-        return extract(RunStatus, reply)
-    raise UnreachableError(
-        f"The bootstrap does not answer ({'; '.join(reasons)}).",
-        meaning="The run may still be training: its peers do not need the bootstrap for every step.",
-        remedy="Check that swarm-bootstrap runs and that its address can be reached from here.",
+    data, _ = await call_bootstrap(
+        invitation.addresses,
+        invitation.credentials(),
+        METHOD,
+        message_class("StatusRequest")().SerializeToString(),
+        deadline_s=DEADLINE_S,
     )
+    reply = message_class("StatusReply")()
+    reply.ParseFromString(data)
+    return extract(RunStatus, reply)
