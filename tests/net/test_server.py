@@ -12,6 +12,8 @@ from swarm.net.credentials import Credentials, caller_of
 from swarm.net.server import PeerServer
 from tests.net.certified import LIFETIME_S, authority, certified, identity, member
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # grpc.aio wants one loop in a process
+
 DEADLINE_S = 20.0
 
 

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
-import uvloop
 
 from swarm.errors import InvitationError, RefusedError, SwarmError, UnreachableError, UsageError
 from swarm.net import session as sessions
@@ -12,8 +12,10 @@ from swarm.net.server import PeerServer
 from swarm.net.session import MAX_MESSAGE_BYTES, MAX_SESSIONS_PER_PEER, Session, SessionService, open_session
 from tests.net.certified import certified
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # grpc.aio wants one loop in a process
+
 DEADLINE_S = 20.0
-HEARTBEAT_S = 0.05
+HEARTBEAT_S = 0.1
 
 
 @contextlib.asynccontextmanager
@@ -50,12 +52,6 @@ async def test_messages_of_both_directions_arrive_in_order():
             await session.send(message)
         assert [await anext(session) for _ in sent] == sent
         await session.close("done", "enough")
-
-
-def test_all_of_it_works_in_uvloop():
-    uvloop.run(test_messages_of_both_directions_arrive_in_order())
-    uvloop.run(test_a_farewell_brings_code_and_reason_after_what_was_sent_before())
-    uvloop.run(test_a_refusal_is_the_same_error_on_the_other_side())
 
 
 async def test_the_coordinator_knows_the_certified_name_of_the_peer():
@@ -108,7 +104,7 @@ async def test_the_last_messages_of_the_coordinator_arrive_before_the_end():
 
     async with coordinator(speak) as (address, _):
         session = await enter(address)
-        assert await rest_of(session) == [bytes([n]) for n in range(50)]
+        assert await rest_of(session) == [bytes([n]) for n in range(50)], session.lost_reason
         assert session.close_code == "done"
 
 
@@ -185,12 +181,11 @@ async def test_messages_that_nobody_takes_end_the_session(monkeypatch):
 async def test_nobody_listening_and_a_silent_listener_are_unreachable():
     with pytest.raises(UnreachableError, match=r"Cannot reach peer .* at 127\.0\.0\.1:1: .*refused"):
         await enter("127.0.0.1:1")
-    silent = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
-    host, port = silent.sockets[0].getsockname()
     alice, bob = certified("alice", "bob")
-    with pytest.raises(UnreachableError, match=r"no answer within 0\.2 s"):
-        await open_session(f"{host}:{port}", alice, bob.peer_id, 0.2)
-    silent.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UnreachableError, match=r"no answer within 0\.2 s"):
+            await open_session(address, alice, bob.peer_id, 0.2)
 
 
 async def test_a_peer_has_a_few_sessions_at_most():

@@ -15,6 +15,8 @@ from swarm.net.session import Session, SessionService, open_session
 from tests.net.certified import member
 from tests.net.far_end import credentials_fields
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # grpc.aio wants one loop in a process
+
 DEADLINE_S = 30.0
 HEARTBEAT_S = 0.2
 
