@@ -157,14 +157,14 @@ async def _call(address: str, credentials: Credentials, method: str, request: by
         left_s = ends_s - time.monotonic()
         if left_s <= 0:
             raise _NoAnswer(UnreachableError(f"no answer within {share_s:.1f} s"))
-        await _check_server(address, credentials, left_s)
+        await _check_server(address, credentials, left_s, share_s)
         # The server is the right one. If it hung up, it did not accept the certificate shown to it.
         if "Socket closed" in details:
             raise _NoAnswer(_not_accepted(address, credentials))
         await asyncio.sleep(min(RETRY_S, left_s))
 
 
-async def _check_server(address: str, credentials: Credentials, timeout_s: float) -> None:
+async def _check_server(address: str, credentials: Credentials, timeout_s: float, share_s: float) -> None:
     """Raise _NoAnswer unless a bootstrap of the run listens there."""
     where = parse_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -178,7 +178,7 @@ async def _check_server(address: str, credentials: Credentials, timeout_s: float
             )
             writer.close()
     except TimeoutError:
-        raise _NoAnswer(UnreachableError(f"no answer within {timeout_s:.1f} s")) from None
+        raise _NoAnswer(UnreachableError(f"no answer within {share_s:.1f} s")) from None
     except ssl.SSLCertVerificationError as error:
         raise _NoAnswer(_foreign(address, credentials, error)) from None
     except ssl.SSLError:
