@@ -35,6 +35,8 @@ MAX_QUEUED_MESSAGES = 1024
 MAX_QUEUED_BYTES = 16 * 2**20
 MAX_SESSIONS_PER_PEER = 4
 """More than one while an older one is not yet known to be lost."""
+FAREWELL_DEADLINE_S = 2.0
+"""How long closing waits until what is queued, and the farewell, have left."""
 CLOSE_DEADLINE_S = 1.0
 """How long closing waits until the other side has read what was sent."""
 
@@ -164,7 +166,7 @@ class Session:
         if self.lost_reason is None and self._last_words is None:
             self._last_words = last_words
             self._sendable.set()
-            await asyncio.wait({self._writer}, timeout=CLOSE_DEADLINE_S)
+            await asyncio.wait({self._writer}, timeout=FAREWELL_DEADLINE_S)
             self._end(reason)
         await self._reaper
 
