@@ -124,8 +124,10 @@ class Invitation:
         return invitation
 
     def check_not_expired(self, now_s: float) -> None:
-        """Raises:
-        InvitationError: it has expired; says when.
+        """Refuse an invitation that has expired.
+
+        Raises:
+            InvitationError: says when.
         """
         if now_s >= self.expires_at_s:
             raise InvitationError(
