@@ -17,6 +17,9 @@ from swarm.net.messages import message_class
 MAX_MESSAGE_BYTES = CHUNK_BYTES + 64 * 1024
 """Largest gRPC message: a chunk, or a control message of 1 MiB in its envelope."""
 
+CONNECT_DEADLINE_S = 10.0
+"""For TCP and TLS handshake together; over a poor link that takes seconds."""
+
 KEEPALIVE_S = 10.0
 """Pause between HTTP/2 pings on a silent connection."""
 
@@ -60,7 +63,7 @@ def open_channel(address: str, credentials: Credentials, peer_id: str, purpose: 
         ("grpc.primary_user_agent", f"swarm-{purpose}"),
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.min_reconnect_backoff_ms", int(CONNECT_DEADLINE_S * 1000)),  # in spite of its name
         ("grpc.max_reconnect_backoff_ms", 5000),
     ]
     return grpc.aio.secure_channel(str(where), credentials.channel_credentials(), options=options)

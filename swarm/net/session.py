@@ -12,21 +12,20 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from swarm.errors import RefusedError, SwarmError, UnreachableError, UsageError
 from swarm.net.authority import Role
-from swarm.net.channel import END, MAX_FAULT_CHARACTERS, decode_fault, encode_fault, failure, open_channel
+from swarm.net.channel import MAX_FAULT_CHARACTERS, decode_fault, encode_fault
 from swarm.net.credentials import Credentials, caller_of
 from swarm.net.heartbeat import Beat, Pulse
 from swarm.net.messages import message_class
+from swarm.net.session_stream import METHOD, ClientEnd, ServerEnd, SessionStream
 
 log = logging.getLogger(__name__)
-
-METHOD = "/swarm.v1.Session/Open"
 
 HEARTBEAT_S = 1.0
 MAX_MESSAGE_BYTES = 2**20
@@ -41,26 +40,13 @@ CLOSE_DEADLINE_S = 1.0
 """How long closing waits until the other side has read what was sent."""
 
 
-class _Transport(Protocol):
-    """One end of the stream; ``read`` returns None at its end, both raise SwarmError when it broke."""
-
-    async def read(self) -> bytes | None: ...
-    async def write(self, data: bytes) -> None: ...
-
-    async def half_close(self) -> bool:
-        """Nothing more will be written; whether the other side ends the stream when it has read everything."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class Session:
     """One end of a session. Iterate over it for the messages of the other end; it ends when the session does.
 
     The iteration raises the SwarmError with which the other end refused the session, if it did.
     """
 
-    def __init__(self, transport: _Transport, peer_id: str, heartbeat_s: float) -> None:
+    def __init__(self, transport: SessionStream, peer_id: str, heartbeat_s: float) -> None:
         self.peer_id = peer_id
         """Certified id of the other end."""
         self.lost_reason: str | None = None
@@ -180,8 +166,8 @@ class Session:
     async def _reap(self) -> None:
         """When the session is over, by whatever cause, let go of everything it holds."""
         await self._over.wait()
-        # A stream cannot end properly while a message is being written.
-        await asyncio.wait({self._writer}, timeout=CLOSE_DEADLINE_S)
+        if self._transport.ends_between_messages:
+            await asyncio.wait({self._writer}, timeout=CLOSE_DEADLINE_S)
         farewell = self._last_words is not None and self._writer.done()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_DEADLINE_S):
@@ -239,7 +225,8 @@ class Session:
             if isinstance(error, UnreachableError) and self._greeted:
                 self._end("connection closed")
                 return
-            self._refusal = error
+            if self.lost_reason is None:
+                self._refusal = error
             self._end(error.what.rstrip("."))
 
     def _take(self, envelope: Any, now_s: float) -> None:
@@ -308,7 +295,7 @@ class SessionService(grpc.GenericRpcHandler):
                 f"Peer {caller.peer_id} has {MAX_SESSIONS_PER_PEER} sessions already.",
                 remedy="Close them, or wait until they are found lost.",
             )
-        session = Session(_ServerEnd(context), caller.peer_id, self._heartbeat_s)
+        session = Session(ServerEnd(context), caller.peer_id, self._heartbeat_s)
         session._start()
         self._sessions.add(session)
         serving = asyncio.create_task(self._serve(session), name=f"session of {caller.peer_id}")
@@ -345,7 +332,7 @@ async def open_session(
         UnreachableError: no answer within ``deadline_s``.
         SwarmError: the coordinator refused, with the error it gave.
     """
-    end = _ClientEnd(address, credentials, peer_id)
+    end = ClientEnd(address, credentials, peer_id)
     session = Session(end, peer_id, heartbeat_s)
     session._start()
     reason = f"no answer within {deadline_s:g} s"
@@ -367,58 +354,3 @@ async def open_session(
             remedy="Check that it runs and that its address and port can be reached from here.",
         )
     return session
-
-
-class _ServerEnd:
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self._context: Any = context
-
-    async def read(self) -> bytes | None:
-        try:
-            data = await self._context.read()
-        except grpc.aio.BaseError:
-            return None
-        return None if data is END else data
-
-    async def write(self, data: bytes) -> None:
-        try:
-            await self._context.write(data)
-        except grpc.aio.BaseError:
-            raise UnreachableError("connection closed") from None
-
-    async def half_close(self) -> bool:
-        return False  # the call ends when its behaviour returns, after what was written
-
-    async def close(self) -> None:
-        pass
-
-
-class _ClientEnd:
-    def __init__(self, address: str, credentials: Credentials, peer_id: str) -> None:
-        self.whom = f"peer {peer_id} at {address}"
-        self._channel = open_channel(address, credentials, peer_id, "session")
-        self._call: Any = self._channel.stream_stream(METHOD)()
-
-    async def read(self) -> bytes | None:
-        try:
-            data = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise failure(error, self.whom) from None
-        return None if data is END else data
-
-    async def write(self, data: bytes) -> None:
-        try:
-            await self._call.write(data)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            raise UnreachableError("connection closed") from None
-
-    async def half_close(self) -> bool:
-        try:
-            await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return False
-        return True
-
-    async def close(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
