@@ -1,11 +1,15 @@
 """Records of the directory: who a peer is and where it can be reached, signed and bound to its certificate.
 
 On the DHT a record is the msgpack list [data, signature, certificate]; ``data`` names the key it is stored under, so a
-record cannot be moved to another. Every node checks what it is asked to keep.
+record cannot be moved to another. Every node checks what it is asked to keep and what it is given.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +23,18 @@ MAX_RECORD_BYTES = 4096
 
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARACTERS = 300
+MAX_TEXT_CHARACTERS = 128
+MAX_STAGE = 65_535
+
+MAX_LIFETIME_S = 3600.0
+"""No record lives longer from one publication, so the directory forgets everybody within an hour."""
+
+CLOCK_SLACK_S = 5.0
+"""Above the 3 s by which hivemind lets clocks differ. A record ends this long before its certificate: one that outlived
+it, if only by somebody's clock, would make the others under its key look bad too."""
+
+MAX_REMEMBERED = 4096
+"""Records known to be good; each node of the DHT returns the same ones again and again."""
 
 
 class RecordSeal(Protocol):
@@ -26,6 +42,11 @@ class RecordSeal(Protocol):
 
     @property
     def certificate_der(self) -> bytes: ...
+
+    @property
+    def expires_at_s(self) -> float:
+        """End of the certificate, seconds since the epoch."""
+        ...
 
     def sign(self, data: bytes) -> bytes: ...
 
@@ -38,6 +59,9 @@ class Signer(Protocol):
 
     @property
     def role(self) -> str: ...
+
+    @property
+    def expires_at_s(self) -> float: ...
 
 
 Verify = Callable[[bytes, bytes, bytes], Signer]
@@ -57,9 +81,13 @@ class PeerRecord:
     addresses: tuple[str, ...]
     """host:port, in the order to try."""
     lifetime_s: float
-    """How long the record lives after each publication."""
+    """How long the record lives after each publication; 0 in a record that was found."""
+    withdrawn: bool = False
+    """The peer has left: takes the place of its last record until that would have expired, and is never found."""
+    expires_at_s: float = 0.0
+    """When a record that was found ends, seconds since the epoch."""
 
-    def keys(self) -> list[str]:
+    def dht_keys(self) -> list[str]:
         """The DHT keys that it is stored under."""
         keys = [peer_key(self.run_id, self.peer_id)]
         if self.stage is not None:
@@ -82,60 +110,112 @@ def coordinator_key(run_id: str) -> str:
 
 
 def seal_record(record: PeerRecord, key: str, expires_at_s: float, seal: RecordSeal) -> bytes:
-    """The sealed bytes of ``record`` for ``key``."""
-    data: bytes = msgpack.packb(
-        [key, record.run_id, record.peer_id, record.stage, record.role, list(record.addresses), expires_at_s]
-    )
+    """The sealed bytes of ``record`` for ``key``.
+
+    Raises:
+        RefusedError: others would refuse it, since it is too large.
+    """
+    fields = [record.run_id, record.peer_id, record.stage, record.role, list(record.addresses), record.withdrawn]
+    data: bytes = msgpack.packb([key, expires_at_s, *fields])
     sealed: bytes = msgpack.packb([data, seal.sign(data), seal.certificate_der])
-    if len(sealed) > MAX_RECORD_BYTES:
+    if len(sealed) > MAX_RECORD_BYTES or len(record.addresses) > MAX_ADDRESSES:
         raise RefusedError(
-            f"The directory entry of this peer has {len(sealed)} bytes, more than {MAX_RECORD_BYTES}.",
+            f"The directory entry of this peer has {len(record.addresses)} addresses and {len(sealed)} bytes, "
+            f"more than {MAX_ADDRESSES} or {MAX_RECORD_BYTES}.",
             meaning="Others could not find this peer.",
             remedy="Announce fewer addresses.",
         )
     return sealed
 
 
-def open_record(sealed: bytes, verify: Verify) -> tuple[str, PeerRecord, float]:
-    """Check a sealed record; returns its key, what it says and when it expires.
+def open_record(sealed: bytes, verify: Verify) -> tuple[str, PeerRecord]:
+    """Check a sealed record; returns its key and what it says. Whether it has expired is left to the caller.
 
     Raises:
-        RefusedError: too large, malformed, not signed by the peer it names, or in a role that its signer does not have.
+        RefusedError: too large, malformed, not signed by the peer it names, outliving the certificate, for a key that
+            is not its own, or in a role that its signer does not have.
     """
     if len(sealed) > MAX_RECORD_BYTES:
         raise RefusedError(f"A record has {len(sealed)} bytes, more than {MAX_RECORD_BYTES}.")
     try:
-        data, signature, certificate = _unpack(sealed)
-        key, run_id, peer_id, stage, role, addresses, expires_at_s = _unpack(data)
-        record = PeerRecord(
-            _text(run_id),
-            _text(peer_id),
-            None if stage is None else int(stage),
-            _text(role),
-            tuple(_text(address, MAX_ADDRESS_CHARACTERS) for address in addresses[: MAX_ADDRESSES + 1]),
-            0.0,
-        )
-        expires_at_s = float(expires_at_s)
-        key = _text(key)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        data, signature, certificate = (_bytes(part) for part in msgpack.unpackb(sealed))
+        key, record = _parse(data)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise RefusedError(f"A record cannot be read: {error}.") from None
-    if len(record.addresses) > MAX_ADDRESSES:
-        raise RefusedError(f"A record has more than {MAX_ADDRESSES} addresses.")
-    signer = verify(bytes(data), bytes(signature), bytes(certificate))
+    signer = verify(data, signature, certificate)
     if signer.peer_id != record.peer_id:
         raise RefusedError(f"A record of {record.peer_id} is signed by {signer.peer_id}.")
+    if record.expires_at_s > signer.expires_at_s:
+        raise RefusedError(f"A record of {record.peer_id} outlives the certificate that it is signed with.")
     if record.role == "coordinator" and str(signer.role) != "bootstrap":
-        raise RefusedError(f"{record.peer_id} announces itself as coordinator with a certificate of role {signer.role}.")
-    if key not in record.keys():
+        raise RefusedError(
+            f"{record.peer_id} announces itself as coordinator with a certificate of role {signer.role}."
+        )
+    if key not in record.dht_keys():
         raise RefusedError(f"A record of {record.peer_id} is for the key {key}, which is not one of its own.")
-    return key, record, expires_at_s
+    return key, record
 
 
-def _unpack(data: bytes) -> Any:
-    return msgpack.unpackb(data)
+class RecordCheck:
+    """Opens the records of one run, and remembers the good ones, since checking a signature takes its time."""
+
+    def __init__(self, run_id: str, verify: Verify) -> None:
+        self._run_id = run_id
+        self._verify = verify
+        self._good: OrderedDict[bytes, tuple[str, PeerRecord]] = OrderedDict()
+
+    def open(self, sealed: object) -> tuple[str, PeerRecord]:
+        """As :func:`open_record`, of this run only and with an end that is not too far away.
+
+        Raises:
+            RefusedError: as there.
+        """
+        if not isinstance(sealed, bytes) or len(sealed) > MAX_RECORD_BYTES:
+            raise RefusedError(f"A record is not bytes, or more than {MAX_RECORD_BYTES} of them.")
+        digest = hashlib.blake2b(sealed, digest_size=16).digest()
+        known = self._good.get(digest)
+        if known is not None:
+            self._good.move_to_end(digest)
+            return known
+        key, record = open_record(sealed, self._verify)
+        if record.run_id != self._run_id:
+            raise RefusedError(f"A record of {record.peer_id} is for run {record.run_id}.")
+        if record.expires_at_s > time.time() + MAX_LIFETIME_S + CLOCK_SLACK_S:
+            raise RefusedError(f"A record of {record.peer_id} claims more than {MAX_LIFETIME_S:g} s.")
+        self._good[digest] = key, record
+        if len(self._good) > MAX_REMEMBERED:
+            self._good.popitem(last=False)
+        return key, record
 
 
-def _text(value: object, limit: int = 128) -> str:
+def _parse(data: bytes) -> tuple[str, PeerRecord]:
+    key, expires_at_s, run_id, peer_id, stage, role, addresses, withdrawn = msgpack.unpackb(data)
+    if not isinstance(addresses, list) or len(addresses) > MAX_ADDRESSES:
+        raise ValueError(f"it does not have a list of at most {MAX_ADDRESSES} addresses")
+    if stage is not None and not (type(stage) is int and 0 <= stage <= MAX_STAGE):
+        raise ValueError(f"its stage is not in 0..{MAX_STAGE}")
+    if type(expires_at_s) is not float or not math.isfinite(expires_at_s) or type(withdrawn) is not bool:
+        raise ValueError("its end or its state is of another type")
+    record = PeerRecord(
+        _text(run_id),
+        _text(peer_id),
+        stage,
+        _text(role),
+        tuple(_text(address, MAX_ADDRESS_CHARACTERS) for address in addresses),
+        lifetime_s=0.0,
+        withdrawn=withdrawn,
+        expires_at_s=expires_at_s,
+    )
+    return _text(key, 3 * MAX_TEXT_CHARACTERS), record
+
+
+def _text(value: Any, limit: int = MAX_TEXT_CHARACTERS) -> str:
     if not isinstance(value, str) or len(value) > limit:
         raise ValueError("a field is not a short text")
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("a part is not bytes")
     return value
