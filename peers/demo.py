@@ -88,7 +88,7 @@ class _Demo:
                 await self._start(
                     f"stage-{stage}",
                     "peers.swarm_peer",
-                    *("join", str(invitation), "--stage", str(stage), "--local", "--threads", "1"),
+                    *("join", str(invitation), "--stage", str(stage), "--local", "--threads", "1", "--background"),
                     *("--listen", "127.0.0.1:0", "--state-dir", str(self.folder / f"stage-{stage}")),
                 )
             await self._until_done()

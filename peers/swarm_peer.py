@@ -27,6 +27,7 @@ def main() -> None:
 @click.option("--announce", help="Address that others reach this machine at, if it is not one of its own.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, xpu, mps, …")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with on a CPU. Default: all cores.")
+@click.option("--background", is_flag=True, help="Compute on processor time that nothing else wants.")
 @click.option("--local", is_flag=True, help="All peers are on this machine: use loopback.")
 @click.option("--dht-port", default=0, show_default="free port", help="Port of the DHT daemon.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each event.")
@@ -38,6 +39,7 @@ def join(
     announce: str | None,
     device: str,
     threads: int | None,
+    background: bool,
     local: bool,
     dht_port: int,
     as_json: bool,
@@ -60,6 +62,7 @@ def join(
             announce=announce,
             device=device,
             threads=threads,
+            background=background,
             local=local,
             dht_port=dht_port,
         )

@@ -10,6 +10,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+# Before gRPC is imported anywhere: it logs refused handshakes, which have their own errors here, on stderr, and the DHT
+# daemon is started by exec, for which its fork handlers are of no use.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 import click
 
 from swarm.errors import SwarmError

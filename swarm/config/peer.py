@@ -32,6 +32,8 @@ class PeerSettings(BaseModel):
     local: bool = False
     """All peers of the run are on this machine: loopback may be announced."""
     dht_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    background: bool = False
+    """Compute on processor time that nothing else on this machine wants."""
 
 
 class BootstrapSettings(BaseModel):

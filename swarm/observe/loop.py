@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 INTERVAL_S = 0.01
@@ -19,14 +20,16 @@ class LoopMeter:
         self._due_s = 0.0
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._due_s = loop.time() + INTERVAL_S
-        self._handle = loop.call_at(self._due_s, self._fire, loop)
+        self._sleep(asyncio.get_running_loop())
 
     def stop(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+    def reset(self) -> None:
+        """Forget the samples so far: starting up is not what is measured."""
+        self._samples.clear()
 
     @property
     def p99_s(self) -> float | None:
@@ -34,10 +37,13 @@ class LoopMeter:
         return percentile(self._samples, 0.99)
 
     def _fire(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
-        self._samples.append(max(0.0, now - self._due_s))
-        self._due_s = now + INTERVAL_S
-        self._handle = loop.call_at(self._due_s, self._fire, loop)
+        self._samples.append(max(0.0, time.monotonic() - self._due_s))
+        self._sleep(loop)
+
+    def _sleep(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Not the loop's own clock: uvloop's stands still within an iteration and counts whole milliseconds.
+        self._due_s = time.monotonic() + INTERVAL_S
+        self._handle = loop.call_later(INTERVAL_S, self._fire, loop)
 
 
 def percentile(samples: deque[float], share: float) -> float | None:

@@ -24,9 +24,15 @@ HOUSEKEEPING = 9
 
 
 class ComputeThread:
-    """Runs callables one at a time in order of (priority, arrival), and gives their results to the loop."""
+    """Runs callables one at a time in order of (priority, arrival), and gives their results to the loop.
 
-    def __init__(self) -> None:
+    Args:
+        background: Linux only: compute on processor time that nothing else wants. For volunteers whose machine has other
+            work, and for several peers on few cores, where it keeps the loops of all of them prompt.
+    """
+
+    def __init__(self, *, background: bool = False) -> None:
+        self._background = background
         self._loop = asyncio.get_running_loop()
         self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue(QUEUE_LIMIT)
         self._order = itertools.count()
@@ -70,6 +76,8 @@ class ComputeThread:
     def _run(self) -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            if self._background:
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         while True:
             _, _, task = self._queue.get()
             if task is None:

@@ -98,7 +98,7 @@ class _Peer:
                 meaning="The peer was not started.",
                 remedy=f"Choose a stage from 0 to {spec.model.stages - 1}.",
             )
-        compute = ComputeThread()
+        compute = ComputeThread(background=settings.background)
         stack.callback(compute.close)
         disk = StageDisk(spec, settings.stage, folder / f"stage-{settings.stage}", peer._report_checkpoint)
         stack.callback(disk.close)
@@ -246,8 +246,12 @@ class _Peer:
     # background
 
     async def _watch(self) -> None:
+        training = False
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
+            if not training and self.runner.protocol.version > 0:
+                training = True
+                self.meter.reset()
             neighbours = self.runner.neighbours
             for report in neighbours.reports() if neighbours else ():
                 self._report(report)
