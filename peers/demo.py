@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peers.terminal import event_log, run
 from peers.swarm_bootstrap import complete
 from peers.tables import result_table
+from peers.terminal import event_log, run
 from swarm.config.spec import RunSpec
 from swarm.errors import SwarmError
 from swarm.observe.events import EventLog, Result, from_json

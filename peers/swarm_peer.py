@@ -23,7 +23,9 @@ def main() -> None:
 @click.argument("invitation")
 @click.option("--stage", type=click.IntRange(min=0), required=True, help="Which stage of the model to host.")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Identity, checkpoints. Default: one per stage.")
-@click.option("--listen", default="0.0.0.0:0", show_default=True, help="Address and port to listen on; 0 is a free one.")
+@click.option(
+    "--listen", default="0.0.0.0:0", show_default=True, help="Address and port to listen on; 0 is a free one."
+)
 @click.option("--announce", help="Address that others reach this machine at, if it is not one of its own.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, xpu, mps, …")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with on a CPU. Default: all cores.")
@@ -105,7 +107,9 @@ def status(invitation: str, as_json: bool) -> None:
 @main.command(epilog="Example: swarm-peer demo --steps 50")
 @click.option("--spec", "source", default="demo", show_default=True, metavar="FILE|PRESET", help="The run to train.")
 @click.option("--steps", type=click.IntRange(min=1), help="Train fewer (or more) steps than the spec says.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Keep all state in this directory instead of deleting it.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="Keep all state in this directory instead of deleting it."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line; the last is the result.")
 def demo(source: str, steps: int | None, keep: Path | None, as_json: bool) -> None:
     """Train a small model with one process per stage on this machine, over real links."""

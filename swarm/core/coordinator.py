@@ -35,7 +35,6 @@ from swarm.core.messages import (
     Hello,
     Install,
     Installed,
-    Installing,
     LinkReport,
     PeerMessage,
     PeerState,
@@ -319,7 +318,9 @@ class Coordinator:
                 )
             if seat.stage == hello.stage:
                 missing = self.missing_stages
-                free = f"Stages without a peer: {', '.join(map(str, missing))}." if missing else "All stages are hosted."
+                free = (
+                    f"Stages without a peer: {', '.join(map(str, missing))}." if missing else "All stages are hosted."
+                )
                 return RefusedError(
                     f"Stage {hello.stage} is already taken by peer {seat.peer_id}.",
                     meaning="The run goes on without this peer.",
@@ -377,7 +378,7 @@ class Coordinator:
         actions: list[Action] = []
         for seat in empty:
             error = RefusedError(
-                f"The run is at step {self.committed} and this peer has nothing of stage {seat.stage} to continue from.",
+                f"The run is at step {self.committed}, and this peer has nothing of stage {seat.stage} to go on from.",
                 meaning="Admitting it would throw all committed steps away.",
                 remedy="Start the peer with the state directory of the one that hosted the stage, or let the run's "
                 "owner restart the bootstrap with --allow-restart.",

@@ -34,9 +34,9 @@ class FrameHeader:
     """Everything but the payload.
 
     The payload is, in this order and without padding: coefficients (batch*time*rank, ``dtype``; int4 packs two in a
-    byte, low nibble first), scales (batch*time bf16, only int8 and int4 at ranks above 0), and, except for gradients, token ids
-    (batch*(time+1) unsigned little-endian integers of ``token_width(vocab)`` bytes: the inputs and one more for the
-    targets).
+    byte, low nibble first), scales (batch*time bf16, only int8 and int4 at ranks above 0), and, except for gradients,
+    token ids (batch*(time+1) unsigned little-endian integers of ``token_width(vocab)`` bytes: the inputs and one more
+    for the targets).
     """
 
     run_id: str

@@ -1,4 +1,4 @@
-"""What peers and the coordinator say to each other on the control session. Plain data; ``swarm.net`` writes the bytes."""
+"""What peers and the coordinator say to each other on the control session. Plain data; ``swarm.net`` has the bytes."""
 
 from __future__ import annotations
 

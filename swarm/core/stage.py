@@ -185,7 +185,9 @@ class StageProtocol:
     def install(self, view: View) -> list[Action]:
         """Adopt a view whose version this stage holds."""
         if view.version != self.version:
-            raise AssertionError(f"view {view.number} begins at version {view.version}, this stage is at {self.version}")
+            raise AssertionError(
+                f"view {view.number} begins at version {view.version}, this stage is at {self.version}"
+            )
         self.view = view
         self.fence = max(self.fence, view.number)
         return []
@@ -214,7 +216,9 @@ class StageProtocol:
         if view is None:
             raise FrameError("Refused a frame: this peer has no view yet.", meaning="It is repeated after the view.")
         if header.view > view.number:
-            raise FrameError(f"Refused a frame: its view {header.view} is above {view.number}, which is installed here.")
+            raise FrameError(
+                f"Refused a frame: its view {header.view} is above {view.number}, which is installed here."
+            )
         sender_stage = view.stage_of(sender)
         if sender_stage is None:
             raise FrameError(

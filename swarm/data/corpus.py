@@ -1,7 +1,7 @@
 """A corpus as two files of token ids on disk, training and held-out, read through memory maps.
 
-The files are made once by streaming over the sources and are found again by a key of everything they depend on. Documents
-are held out whole, by a hash of their number; a corpus of few documents is split by position instead.
+The files are made once by streaming over the sources and are found again by a key of everything they depend on.
+Documents are held out whole, by a hash of their number; a corpus of few documents is split by position instead.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ def _append(file: BinaryIO, tokenizer: Tokenizer, text: str, dtype: np.dtype) ->
         file.write(dtype.type(tokenizer.separator).tobytes())
 
 
-def _split_by_position(
-    work: Path, data: DataSpec, files: list[Path], tokenizer: Tokenizer, dtype: np.dtype
-) -> None:
+def _split_by_position(work: Path, data: DataSpec, files: list[Path], tokenizer: Tokenizer, dtype: np.dtype) -> None:
     """All documents in order, the last ``validation_share`` of the tokens held out."""
     whole = work / "whole.bin"
     with whole.open("wb") as file:

@@ -28,7 +28,7 @@ class ByteTokenizer:
     """UTF-8 bytes are the token ids; 0 separates documents."""
 
     vocab_size = 256
-    separator = 0
+    separator: int | None = 0
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)

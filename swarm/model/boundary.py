@@ -41,10 +41,10 @@ class ProjectedBoundary(nn.Module):
         decoder: learned D (K, d_model) of the receiving side, else Uᵀ.
     """
 
-    def __init__(
-        self, basis: Tensor, encoder: nn.Parameter | None = None, decoder: nn.Parameter | None = None
-    ) -> None:
+    def __init__(self, basis: Tensor, encoder: nn.Parameter | None = None, decoder: nn.Parameter | None = None) -> None:
         super().__init__()
+        self.encode_basis: Tensor
+        self.decode_basis: Tensor
         self.register_buffer("encode_basis", basis, persistent=False)
         self.register_buffer("decode_basis", basis.T.contiguous(), persistent=False)
         # Owned, and named, by the stage.

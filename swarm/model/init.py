@@ -48,9 +48,7 @@ def initialise(module: nn.Module, spec: RunSpec) -> None:
         values = seeded_normal(spec.seed, name, *parameter.shape)
         if name.startswith("anchors.") or name == "embedding.weight":
             scale = 1.0
-        elif name == "embedding.coefficients":
-            scale = 0.02
-        elif name == "head.weight":
+        elif name == "embedding.coefficients" or name == "head.weight":
             scale = 0.02
         elif name.startswith("bases."):
             # A learned basis starts as the seeded one: the first is d_model x K, the second its transpose.

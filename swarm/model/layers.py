@@ -19,6 +19,7 @@ class FactoredLinear(nn.Module):
     def __init__(self, inputs: int, basis: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(basis.shape[1], inputs))
+        self.basis: Tensor
         self.register_buffer("basis", basis, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

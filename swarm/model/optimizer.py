@@ -11,7 +11,7 @@ from swarm.config.spec import RunSpec
 
 
 def learning_rate(spec: RunSpec, step: int) -> float:
-    """Learning rate of ``step`` (from 1): linear warmup, then cosine to ``min_lr_share`` of the peak at the last step."""
+    """Learning rate of ``step`` (from 1): linear warmup, then cosine to ``min_lr_share`` of the peak at the end."""
     o = spec.optimizer
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
@@ -48,7 +48,9 @@ class Optimizer:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not gradients:
             return 0.0
-        norms = torch.stack([n.double() if n.device.type != "mps" else n for n in torch._foreach_norm(gradients)])
+        # One kernel for all tensors; MPS has no fp64.
+        norms = torch.stack(torch._foreach_norm(gradients))  # pyright: ignore[reportPrivateImportUsage]
+        norms = norms if norms.device.type == "mps" else norms.double()
         return float((norms**2).sum())
 
     @torch.no_grad()
@@ -56,7 +58,8 @@ class Optimizer:
         """Scale the gradients, update with the rate of ``step``, drop the gradients. A scale of 0 updates nothing."""
         if clip_scale > 0:
             if clip_scale < 1:
-                torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], clip_scale)
+                gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+                torch._foreach_mul_(gradients, clip_scale)  # pyright: ignore[reportPrivateImportUsage]
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate(self.spec, step)
             self._adamw.step()

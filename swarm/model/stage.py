@@ -18,6 +18,7 @@ class FactoredEmbedding(nn.Module):
     def __init__(self, anchor: Tensor, basis: Tensor) -> None:
         super().__init__()
         self.coefficients = nn.Parameter(torch.empty(anchor.shape[0], basis.shape[1]))
+        self.basis: Tensor
         self.register_buffer("basis", basis, persistent=False)
 
     def forward(self, tokens_bt: Tensor, anchor_btd: Tensor) -> Tensor:
@@ -34,6 +35,11 @@ class StageModel(nn.Module):
         super().__init__()
         model, boundary = spec.model, spec.boundary
         self.spec, self.stage = spec, stage
+        self.fixed_anchor: Tensor
+        self.cos: Tensor
+        self.sin: Tensor
+        self.inbound: DenseBoundary | ProjectedBoundary
+        self.outbound: DenseBoundary | ProjectedBoundary
         self.first, self.last = stage == 0, stage == model.stages - 1
         kind = boundary.kind
         subspace = kind is BoundaryKind.SUBSPACE
@@ -44,7 +50,7 @@ class StageModel(nn.Module):
             self.register_buffer("fixed_anchor", seeded_anchor(spec), persistent=False)
         if self.first:
             if subspace and not self.last:
-                self.embedding: nn.Module = FactoredEmbedding(self.fixed_anchor, basis)
+                self.embedding: FactoredEmbedding | nn.Embedding = FactoredEmbedding(self.fixed_anchor, basis)
             else:
                 self.embedding = nn.Embedding(model.vocab_size, model.d_model)
         elif kind is BoundaryKind.ANCHORED:
@@ -61,7 +67,9 @@ class StageModel(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         initialise(self, spec)
 
-    def _boundaries(self, spec: RunSpec, basis: Tensor) -> tuple[nn.Module, nn.Module]:
+    def _boundaries(
+        self, spec: RunSpec, basis: Tensor
+    ) -> tuple[DenseBoundary | ProjectedBoundary, DenseBoundary | ProjectedBoundary]:
         if spec.boundary.kind is BoundaryKind.DENSE:
             return DenseBoundary(), DenseBoundary()
         encoder = decoder = None
@@ -106,6 +114,7 @@ class StageModel(nn.Module):
             return self.outbound.encode(x, anchor, rank)
         x = self.norm(x)
         if self.spec.model.tied_head:
+            assert isinstance(self.embedding, nn.Embedding)
             return F.linear(x, self.embedding.weight)
         return self.head(x)
 

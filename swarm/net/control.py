@@ -77,7 +77,9 @@ def extract(kind: type[T], source: Any) -> T:
             values[name] = extract(typing.cast(type, hint), value)
         elif typing.get_origin(hint) is tuple:
             item = typing.get_args(hint)[0]
-            values[name] = tuple(extract(item, part) if dataclasses.is_dataclass(item) else part for part in value)
+            values[name] = tuple(
+                extract(typing.cast(type, item), part) if dataclasses.is_dataclass(item) else part for part in value
+            )
         else:
             values[name] = value
     return kind(**values)

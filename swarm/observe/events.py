@@ -255,7 +255,9 @@ def from_json(fields: Mapping[str, Any]) -> Event | None:
     if kind is None:
         return None
     known = {entry.name for entry in dataclasses.fields(kind)}
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key in known}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key in known
+    }
     try:
         return kind(**values)
     except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -157,7 +158,7 @@ def sparkline(values: list[float], points: int = SPARK_POINTS // 2) -> str:
         return ""
     count = min(points, len(values))
     bounds = [index * len(values) // count for index in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(SPARKS[int((mean - low) / span * (len(SPARKS) - 1))] for mean in means)

@@ -7,6 +7,7 @@ import math
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from swarm.config.peer import BootstrapSettings
 from swarm.core.frame import dense_bytes_per_token
@@ -103,7 +104,7 @@ async def serve(settings: BootstrapSettings, log: EventLog) -> int:
         log.emit(InvitationIssued(invitation.encode(), invitation.expires_at_s, settings.uses))
         if settings.invitation_file is not None:
             write_private(settings.invitation_file, invitation.encode() + "\n")
-        tasks = [
+        tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(runner.tick(), name="coordinator-clock"),
             asyncio.create_task(keep_issued(credentials, authority, identity), name="own-certificate"),
         ]

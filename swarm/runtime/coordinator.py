@@ -196,5 +196,3 @@ def measured(spec: RunSpec, report: LinkReport) -> LinkMeasured:
         compression=dense / report.bytes_per_token if report.bytes_per_token else 0.0,
         queued_frames=report.queued_frames,
     )
-
-

@@ -166,9 +166,7 @@ class _Peer:
         tasks = [asyncio.ensure_future(task) for task in background]
         done = asyncio.create_task(self.runner.finished.wait())
         try:
-            await asyncio.wait(
-                [done, self.failed, self.runner.fault, *tasks], return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait([done, self.failed, self.runner.fault, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for future in (self.failed, self.runner.fault, *tasks):
                 if future.done() and not future.cancelled():
                     future.result()
@@ -219,9 +217,7 @@ class _Peer:
 
     async def _converse(self, session: Session) -> None:
         self.session = session
-        hello = Hello(
-            self.spec.run_id, PROTOCOL_VERSION, self.settings.stage, self.runner.state(), self.corpus_digest
-        )
+        hello = Hello(self.spec.run_id, PROTOCOL_VERSION, self.settings.stage, self.runner.state(), self.corpus_digest)
         session.send_nowait(encode_peer_message(hello))
         try:
             async for data in session:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgpack
+from torch import Tensor
 
 from swarm.config.spec import RunSpec, WireDtype
 from swarm.core.frame import FrameHeader, FrameKind
@@ -66,9 +67,7 @@ class StageDisk:
         self.spec = spec
         self.stage = stage
         self._report = report
-        self.store = CheckpointStore(
-            folder / "checkpoints", run_id=spec.run_id, stage=stage, keep=spec.checkpoint.keep
-        )
+        self.store = CheckpointStore(folder / "checkpoints", run_id=spec.run_id, stage=stage, keep=spec.checkpoint.keep)
         self.journal = Journal(folder / "journal", run_id=spec.run_id, stage=stage)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="swarm-disk")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="swarm-checkpoint")
@@ -128,9 +127,9 @@ class StageDisk:
             failure, self._failure = self._failure, None
             failure.result()
 
-    def _save(self, version: int, tensors: dict[str, object]) -> SavedCheckpoint:
+    def _save(self, version: int, tensors: dict[str, Tensor]) -> SavedCheckpoint:
         began = time.monotonic()
-        path = self.store.save(version, tensors, {})  # type: ignore[arg-type]
+        path = self.store.save(version, tensors, {})
         steps = self.store.steps()
         self._queue(self.journal.trim, min(steps))
         return SavedCheckpoint(version, path.stat().st_size, time.monotonic() - began)

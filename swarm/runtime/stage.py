@@ -310,6 +310,7 @@ class StageRunner:
 
     def _compute(self, work: Work, step: int, index: int) -> None:
         generation = self._generation
+        future: asyncio.Future[Any]
         match work:
             case Work.FORWARD:
                 future = self.compute.submit(work, self._forward, step, index)

@@ -4,8 +4,8 @@ With the newest checkpoint it gives back the exact state of a killed peer. Recor
 one call each, which survives the death of the process at any moment; a power cut may lose the tail, and a torn tail is
 found by its checksum and cut off. Segments begin at checkpoints, so that old ones can be deleted whole.
 
-Record: length of all that follows the checksum (u32), CRC-32 of it (u32), kind (u8), step (u32), microbatch (u32), header length
-(u16), header, payload; little-endian.
+Record: length of all that follows the checksum (u32), CRC-32 of it (u32), kind (u8), step (u32), microbatch (u32),
+header length (u16), header, payload; little-endian.
 """
 
 from __future__ import annotations

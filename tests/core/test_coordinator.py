@@ -41,7 +41,9 @@ from tests.core.loopback import small_spec
 SPEC = small_spec()
 
 
-def state(version: int = 0, *, prepared: int = 0, spans: tuple[Span, ...] = (), done: tuple[int, ...] = ()) -> PeerState:
+def state(
+    version: int = 0, *, prepared: int = 0, spans: tuple[Span, ...] = (), done: tuple[int, ...] = ()
+) -> PeerState:
     return PeerState(version, prepared, Ledger(version + 1, done), spans or (Span(0, version),))
 
 
