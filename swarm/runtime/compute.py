@@ -27,8 +27,8 @@ class ComputeThread:
     """Runs callables one at a time in order of (priority, arrival), and gives their results to the loop.
 
     Args:
-        background: Linux only: compute on processor time that nothing else wants. For volunteers whose machine has other
-            work, and for several peers on few cores, where it keeps the loops of all of them prompt.
+        background: Linux only: compute on processor time that nothing else wants. For volunteers whose machine has
+            other work, and for several peers on few cores, where it keeps the loops of all of them prompt.
     """
 
     def __init__(self, *, background: bool = False) -> None:

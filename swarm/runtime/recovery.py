@@ -1,8 +1,8 @@
 """What a stage has on disk, and how a peer gets back to where it was.
 
 A checkpoint holds the parameters and moments of one version; the journal holds every frame that was used and every
-commit since then. Replaying the journal on the checkpoint repeats the same operations in the same order, so a peer that was
-killed comes back with the state it had, the unfinished step included, and nobody else has to repeat anything.
+commit since then. Replaying the journal on the checkpoint repeats the same operations in the same order, so a peer
+that was killed comes back with the state it had, the unfinished step included, and nobody else repeats anything.
 
 Everything here is synchronous and runs in the compute thread, except :meth:`StageDisk.append`, which only queues.
 """

@@ -1,7 +1,7 @@
 """Checkpoints of one stage as safetensors files, each whole or absent.
 
-A file is written beside its place, flushed to the disk and renamed, so a crash leaves the one before. Its metadata has a
-digest of all tensor bytes: safetensors notices a truncated file, the digest an altered one.
+A file is written beside its place, flushed to the disk and renamed, so a crash leaves the one before. Its metadata
+has a digest of all tensor bytes: safetensors notices a truncated file, the digest an altered one.
 """
 
 from __future__ import annotations
