@@ -15,7 +15,7 @@ from typing import Any
 
 from peers.swarm_bootstrap import complete
 from peers.tables import result_table
-from peers.terminal import event_log, run
+from peers.terminal import end, event_log, run
 from swarm.config.spec import RunSpec
 from swarm.errors import SwarmError
 from swarm.observe.events import EventLog, Result, from_json
@@ -41,15 +41,12 @@ class DemoFailed(SwarmError):
 
 def run_demo(source: str, *, steps: int | None, keep: Path | None, as_json: bool) -> int:
     """Run it; returns the exit code of the process."""
-    from peers.terminal import show
-
     try:
         spec = complete(RunSpec.load(source))
         if steps is not None:
             spec = RunSpec.parse(spec.model_dump(mode="json") | {"steps": steps})
     except SwarmError as error:
-        show(error)
-        return error.exit_code
+        end(error, as_json=as_json)
     folder = Path(tempfile.mkdtemp(prefix="swarm-demo-")) if keep is None else keep
     log = event_log(as_json=as_json)
     results: list[Result] = []

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import click
 
-from peers.terminal import event_log, run, show
+from peers.terminal import end, event_log, run
 from swarm.config.peer import DAY_S, DEFAULT_PORT, BootstrapSettings, state_home
 from swarm.config.spec import RunSpec
-from swarm.errors import SpecError, SwarmError
+from swarm.errors import SwarmError, UsageError
 
 
 class Duration(click.ParamType):
-    """``90s``, ``15m``, ``12h``, ``30d`` in seconds."""
+    """``90s``, ``15m``, ``12h``, ``30d`` in seconds, at least ``least_s``."""
 
     name = "duration"
     units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}  # noqa: RUF012
+
+    def __init__(self, least_s: float = 0.0) -> None:
+        self.least_s = least_s
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
@@ -26,20 +29,34 @@ class Duration(click.ParamType):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value))
         if match is None:
             self.fail(f"{value!r} is not a duration such as 90s, 15m, 12h or 30d", param, ctx)
-        return float(match[1]) * self.units[match[2]]
+        seconds = float(match[1]) * self.units[match[2]]
+        if seconds < self.least_s:
+            self.fail(f"{value} is shorter than {self.least_s:g}s", param, ctx)
+        return seconds
 
 
-@click.command(epilog="Example: swarm-bootstrap --spec run.toml --announce bootstrap.example.org:31337")
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: swarm-bootstrap --spec run.toml --announce bootstrap.example.org:31337",
+)
 @click.option("--spec", "source", required=True, metavar="FILE|PRESET", help="Run spec in TOML, or a preset (demo).")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Identity, CA, commits. Default: one per run.")
 @click.option("--listen", default=f"0.0.0.0:{DEFAULT_PORT}", show_default=True, help="Address and port to listen on.")
 @click.option("--announce", help="Address that others reach this machine at, if it is not one of its own.")
 @click.option("--local", is_flag=True, help="All peers are on this machine: use loopback.")
-@click.option("--dht-port", default=0, show_default="free port", help="Port of the DHT daemon.")
-@click.option("--uses", default=100, show_default=True, help="How many peers may enrol with the invitation.")
-@click.option("--expires", type=Duration(), default="30d", show_default=True, help="Lifetime of the invitation.")
 @click.option(
-    "--certificates", type=Duration(), default="1d", show_default=True, help="Lifetime of peers' certificates."
+    "--dht-port", type=click.IntRange(0, 65535), default=0, show_default="free port", help="Port of the DHT daemon."
+)
+@click.option(
+    "--uses",
+    type=click.IntRange(1, 10_000),
+    default=100,
+    show_default=True,
+    help="How many peers may enrol with the invitation.",
+)
+@click.option("--expires", type=Duration(1.0), default="30d", show_default=True, help="Lifetime of the invitation.")
+@click.option(
+    "--certificates", type=Duration(10.0), default="1d", show_default=True, help="Lifetime of peers' certificates."
 )
 @click.option("--invitation-file", type=click.Path(path_type=Path), help="Also write the invitation to this file.")
 @click.option("--allow-restart", is_flag=True, help="Let a stage without any state take the run back to step 0.")
@@ -80,11 +97,12 @@ def main(
         )
         log = event_log(as_json=as_json, folder=folder)
     except SwarmError as error:
-        show(error)
-        sys.exit(error.exit_code)
+        end(error, as_json=as_json)
     except OSError as error:
-        show(SpecError(f"The state directory cannot be used: {error}.", remedy="Choose another --state-dir."))
-        sys.exit(2)
+        end(
+            UsageError(f"The state directory cannot be used: {error}.", remedy="Choose another --state-dir."),
+            as_json=as_json,
+        )
 
     async def serve() -> int:
         from swarm.runtime.bootstrap import serve as serve_run

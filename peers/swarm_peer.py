@@ -9,12 +9,14 @@ from pathlib import Path
 
 import click
 
-from peers.terminal import event_log, run, show
+from peers.terminal import end, event_log, run
 from swarm.config.peer import PeerSettings, state_home
 from swarm.errors import SwarmError, UsageError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]}, epilog="Example, on this machine alone: swarm-peer demo"
+)
 def main() -> None:
     """Train one transformer together with others: host one stage of it on this machine."""
 
@@ -31,7 +33,9 @@ def main() -> None:
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with on a CPU. Default: all cores.")
 @click.option("--background", is_flag=True, help="Compute on processor time that nothing else wants.")
 @click.option("--local", is_flag=True, help="All peers are on this machine: use loopback.")
-@click.option("--dht-port", default=0, show_default="free port", help="Port of the DHT daemon.")
+@click.option(
+    "--dht-port", type=click.IntRange(0, 65535), default=0, show_default="free port", help="Port of the DHT daemon."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each event.")
 def join(
     invitation: str,
@@ -70,9 +74,12 @@ def join(
         )
         log = event_log(as_json=as_json, folder=folder)
     except SwarmError as error:
-        _end(error, as_json=as_json)
+        end(error, as_json=as_json)
     except OSError as error:
-        _end(UsageError(f"The state directory cannot be used: {error}.", remedy="Choose another --state-dir."), as_json)
+        end(
+            UsageError(f"The state directory cannot be used: {error}.", remedy="Choose another --state-dir."),
+            as_json=as_json,
+        )
 
     async def host() -> int:
         from swarm.runtime.peer import join as join_run
@@ -95,7 +102,7 @@ def status(invitation: str, as_json: bool) -> None:
 
         answer = asyncio.run(query(Invitation.parse(invitation)))
     except SwarmError as error:
-        _end(error, as_json=as_json)
+        end(error, as_json=as_json)
     if as_json:
         click.echo(json.dumps({"event": "status", **answer.as_dict()}))
     else:
@@ -116,14 +123,6 @@ def demo(source: str, steps: int | None, keep: Path | None, as_json: bool) -> No
     from peers.demo import run_demo
 
     sys.exit(run_demo(source, steps=steps, keep=keep, as_json=as_json))
-
-
-def _end(error: SwarmError, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"event": "error", **error.as_dict()}))
-    else:
-        show(error)
-    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

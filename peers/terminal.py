@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Before gRPC is imported anywhere: it logs refused handshakes, which have their own errors here, on stderr, and the DHT
 # daemon is started by exec, for which its fork handlers are of no use.
@@ -67,6 +68,14 @@ def show(error: SwarmError) -> None:
     for part in (error.meaning, error.remedy):
         if part:
             click.echo(f"       {part}", err=True)
+
+
+def end(error: SwarmError, *, as_json: bool) -> NoReturn:
+    """End the process for what was wrong before it started: sentences on stderr, with ``--json`` also the event."""
+    if as_json:
+        click.echo(json.dumps(Failed(error.code, error.what, error.meaning, error.remedy).as_json()))
+    show(error)
+    sys.exit(error.exit_code)
 
 
 async def _guarded(main: Callable[[], Coroutine[Any, Any, int]]) -> int:

@@ -1,0 +1,107 @@
+"""What a process does with errors and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from peers.terminal import event_log, run
+from swarm.errors import UnreachableError
+from swarm.observe.events import EventLog, Left
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WAITS = """
+import asyncio, sys
+from peers.terminal import event_log, run
+from swarm.observe.events import Left
+log = event_log(as_json=True)
+async def main():
+    print("ready", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await {leaving}
+        log.emit(Left("in order"))
+sys.exit(run(main, log, as_json=True))
+"""
+
+
+def started(leaving: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS.format(leaving=leaving)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_the_exit_code_is_that_of_the_run() -> None:
+    async def main() -> int:
+        return 7
+
+    assert run(main, EventLog(), as_json=False) == 7
+
+
+def test_an_error_becomes_an_event_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> int:
+        raise UnreachableError("Nobody answers.", meaning="It was not started.", remedy="Look at the network.")
+
+    assert run(main, event_log(as_json=True), as_json=True) == 3
+    out, err = capsys.readouterr()
+    error = json.loads(out)
+    assert (error["event"], error["code"], error["what"]) == ("error", "unreachable", "Nobody answers.")
+    assert err == ""
+    assert run(main, EventLog(), as_json=False) == 3
+    assert capsys.readouterr().err == (
+        "Error: Nobody answers.\n       It was not started.\n       Look at the network.\n"
+    )
+
+
+def test_events_are_kept_in_the_state_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = event_log(as_json=False, folder=tmp_path)
+    log.emit(Left("done"))
+    log.close()
+    assert capsys.readouterr().out == "left: done\n"
+    assert json.loads((tmp_path / "events.jsonl").read_text())["reason"] == "done"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_the_first_signal_leaves_in_order(number: signal.Signals, code: int) -> None:
+    process = started("asyncio.sleep(0.05)")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert json.loads(out)["reason"] == "in order"
+    assert process.returncode == code
+
+
+def test_the_second_ctrl_c_quits_at_once() -> None:
+    process = started("asyncio.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    while process.poll() is None and time.monotonic() - began < 4:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert process.wait(5) == 130
+    assert time.monotonic() - began < 4, "not only when leaving has taken too long"
+    assert process.communicate()[0] == ""
+
+
+def test_leaving_has_a_deadline() -> None:
+    process = started("asyncio.sleep(60)")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(8) == 128 + signal.SIGTERM
+    assert 4 < time.monotonic() - began < 6.5
+    assert process.communicate()[0] == ""
+
+
+def test_grpc_is_quiet_in_commands() -> None:
+    assert os.environ["GRPC_VERBOSITY"] == "NONE"
