@@ -84,7 +84,9 @@ def ensure_identity(path: Path) -> None:
         SpecError: the file is damaged, or cannot be read or written.
     """
     from google.protobuf.message import DecodeError
-    from hivemind.proto.crypto_pb2 import PrivateKey
+    from hivemind.proto import crypto_pb2
+
+    private_key: Any = crypto_pb2.PrivateKey  # pyright: ignore[reportAttributeAccessIssue]
 
     try:
         if not path.exists():
@@ -92,12 +94,12 @@ def ensure_identity(path: Path) -> None:
             raw = key.private_bytes_raw() + key.public_key().public_bytes_raw()
             draft = path.with_name(f".{path.name}.{os.getpid()}")
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(PrivateKey(key_type=ED25519, data=raw).SerializeToString())
+                file.write(private_key(key_type=ED25519, data=raw).SerializeToString())
                 os.fsync(file.fileno())
             draft.replace(path)
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
-        if not PrivateKey.FromString(path.read_bytes()).data:
+        if not private_key.FromString(path.read_bytes()).data:
             raise DecodeError("it is empty")
     except (OSError, DecodeError) as error:
         raise SpecError(
@@ -160,7 +162,7 @@ async def start_daemon(
 
     try:
         async with asyncio.timeout(START_DAEMON_S):
-            return await Daemon.create(
+            daemon = await Daemon.create(
                 host_maddrs=list(listen),
                 announce_maddrs=list(announce) or None,
                 identity_path=str(identity_path),
@@ -169,6 +171,10 @@ async def start_daemon(
                 auto_nat=not local,
                 startup_timeout=START_DAEMON_S,
             )
+        for task in (daemon._client.control._read_task, daemon._client.control._write_task):
+            # They fail when the daemon dies, which is noticed elsewhere; unread, the loop would log it.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return daemon
     except (P2PDaemonError, ControlFailure, OSError, ValueError, EOFError, TimeoutError) as error:
         for daemon in born:
             await stop_daemon(daemon)

@@ -102,6 +102,7 @@ class Directory:
         self._neighbours: list[str] = []
         self._memory: object = None
         self._record: PeerRecord | None = None
+        self._published = asyncio.Event()
         self._storing = asyncio.Lock()
         self._ends_at_s = 0.0
         self._cache: dict[str, tuple[float, list[PeerRecord]]] = {}
@@ -206,7 +207,9 @@ class Directory:
         left = set(before.dht_keys()) - set(record.dht_keys()) if before is not None else set()
         if before is not None and left:
             await self._store(replace(before, withdrawn=True), left, deadline_s=WITHDRAW_DEADLINE_S)
-        if not await self._store(record):
+        stored = await self._store(record)
+        self._published.set()
+        if not stored:
             raise UnreachableError(
                 f"The directory took no entry for {record.peer_id} within {STORE_DEADLINE_S:g} s.",
                 meaning="Others could not find this peer.",
@@ -326,7 +329,8 @@ class Directory:
             if (node := self._node) is None or not self._up.is_set():
                 continue
             with contextlib.suppress(Exception):  # a dead daemon is _watch's business
-                self._neighbours = await asyncio.wait_for(node.neighbours(), FIND_DEADLINE_S) or self._neighbours
+                async with asyncio.timeout(FIND_DEADLINE_S):
+                    self._neighbours = await node.neighbours() or self._neighbours
             await asyncio.gather(*(node.greet(address) for address in self._greeted(node)), return_exceptions=True)
 
     def _greeted(self, node: Node) -> list[str]:
@@ -337,9 +341,14 @@ class Directory:
     async def _refresh(self) -> None:
         while True:
             record = self._record
-            left_s = self._ends_at_s - time.time() if record is not None else STORE_DEADLINE_S
-            await asyncio.sleep(max(left_s * REFRESH_SHARE, STORE_PAUSE_S))
-            # What was published in the meantime has most of its life before it.
+            left_s = self._ends_at_s - time.time()
+            self._published.clear()
+            with contextlib.suppress(TimeoutError):
+                pause_s = max(left_s * REFRESH_SHARE, STORE_PAUSE_S) if record is not None else None
+                # Not wait_for: it loses a cancellation that comes together with the event.
+                async with asyncio.timeout(pause_s):
+                    await self._published.wait()
+                continue
             if record is None or record is not self._record:
                 continue
             try:

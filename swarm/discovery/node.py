@@ -24,6 +24,8 @@ FIRST_PAUSE_S = 0.3
 LONGEST_PAUSE_S = 2.0
 """Between attempts to join: the bootstrap may be starting, or busy with many others."""
 
+BACKOFF = "dial backoff"
+
 EXPLORE_S = 10.0
 MAX_NEIGHBOURS = 32
 MAX_SUBKEY_BYTES = 256
@@ -163,7 +165,9 @@ class Node:
                     pass
         finally:
             for task, address in tasks.items():
-                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                error = task.exception() if task.done() and not task.cancelled() else None
+                # libp2p does not dial again for 5 s after a failure; the failure says more than that.
+                if error is not None and (address not in reasons or BACKOFF not in str(error)):
                     reasons[address] = str(error)
                 task.cancel()
         if skew is not None:

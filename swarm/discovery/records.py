@@ -1,7 +1,7 @@
 """Records of the directory: who a peer is and where it can be reached, signed and bound to its certificate.
 
-On the DHT a record is the msgpack list [data, signature, certificate]; ``data`` names the key it is stored under, so a
-record cannot be moved to another. Every node checks what it is asked to keep and what it is given.
+On the DHT a record is the msgpack list [data, signature, certificate]; ``data`` names the key it is stored under and
+the digest of the certificate, so neither can be exchanged. Every node checks what it is asked to keep and is given.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def seal_record(record: PeerRecord, key: str, expires_at_s: float, seal: RecordS
         RefusedError: others would refuse it, since it is too large.
     """
     fields = [record.run_id, record.peer_id, record.stage, record.role, list(record.addresses), record.withdrawn]
-    data: bytes = msgpack.packb([key, expires_at_s, *fields])
-    sealed: bytes = msgpack.packb([data, seal.sign(data), seal.certificate_der])
+    data = _pack([_digest(seal.certificate_der), key, expires_at_s, *fields])
+    sealed = _pack([data, seal.sign(data), seal.certificate_der])
     if len(sealed) > MAX_RECORD_BYTES or len(record.addresses) > MAX_ADDRESSES:
         raise RefusedError(
             f"The directory entry of this peer has {len(record.addresses)} addresses and {len(sealed)} bytes, "
@@ -139,9 +139,12 @@ def open_record(sealed: bytes, verify: Verify) -> tuple[str, PeerRecord]:
         raise RefusedError(f"A record has {len(sealed)} bytes, more than {MAX_RECORD_BYTES}.")
     try:
         data, signature, certificate = (_bytes(part) for part in msgpack.unpackb(sealed))
-        key, record = _parse(data)
+        bound_to, key, record = _parse(data)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise RefusedError(f"A record cannot be read: {error}.") from None
+    if bound_to != _digest(certificate):
+        # The encoding of a certificate has bits that its own signature does not cover.
+        raise RefusedError(f"A record of {record.peer_id} comes with another certificate than it was signed for.")
     signer = verify(data, signature, certificate)
     if signer.peer_id != record.peer_id:
         raise RefusedError(f"A record of {record.peer_id} is signed by {signer.peer_id}.")
@@ -172,7 +175,7 @@ class RecordCheck:
         """
         if not isinstance(sealed, bytes) or len(sealed) > MAX_RECORD_BYTES:
             raise RefusedError(f"A record is not bytes, or more than {MAX_RECORD_BYTES} of them.")
-        digest = hashlib.blake2b(sealed, digest_size=16).digest()
+        digest = _digest(sealed)
         known = self._good.get(digest)
         if known is not None:
             self._good.move_to_end(digest)
@@ -188,8 +191,8 @@ class RecordCheck:
         return key, record
 
 
-def _parse(data: bytes) -> tuple[str, PeerRecord]:
-    key, expires_at_s, run_id, peer_id, stage, role, addresses, withdrawn = msgpack.unpackb(data)
+def _parse(data: bytes) -> tuple[bytes, str, PeerRecord]:
+    bound_to, key, expires_at_s, run_id, peer_id, stage, role, addresses, withdrawn = msgpack.unpackb(data)
     if not isinstance(addresses, list) or len(addresses) > MAX_ADDRESSES:
         raise ValueError(f"it does not have a list of at most {MAX_ADDRESSES} addresses")
     if stage is not None and not (type(stage) is int and 0 <= stage <= MAX_STAGE):
@@ -206,7 +209,17 @@ def _parse(data: bytes) -> tuple[str, PeerRecord]:
         withdrawn=withdrawn,
         expires_at_s=expires_at_s,
     )
-    return _text(key, 3 * MAX_TEXT_CHARACTERS), record
+    return _bytes(bound_to), _text(key, 3 * MAX_TEXT_CHARACTERS), record
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _pack(value: Any) -> bytes:
+    packed = msgpack.packb(value)
+    assert packed is not None  # only a Packer without autoreset returns None
+    return packed
 
 
 def _text(value: Any, limit: int = MAX_TEXT_CHARACTERS) -> str:
