@@ -173,9 +173,8 @@ async def _check_server(address: str, credentials: Credentials, timeout_s: float
     name = server_name(BOOTSTRAP_NAME, credentials.run_id)
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(
-                where.host, where.port, ssl=context, server_hostname=name, happy_eyeballs_delay=0.25
-            )
+            # No happy_eyeballs_delay: uvloop does not know it.
+            _, writer = await asyncio.open_connection(where.host, where.port, ssl=context, server_hostname=name)
             writer.close()
     except TimeoutError:
         raise _NoAnswer(UnreachableError(f"no answer within {share_s:.1f} s")) from None

@@ -101,9 +101,9 @@ async def serve(settings: BootstrapSettings, log: EventLog) -> int:
         invitation = Invitation.create(
             authority, addresses, uses=settings.uses, lifetime_s=settings.invitation_lifetime_s, book=book
         )
-        log.emit(InvitationIssued(invitation.encode(), invitation.expires_at_s, settings.uses))
         if settings.invitation_file is not None:
             write_private(settings.invitation_file, invitation.encode() + "\n")
+        log.emit(InvitationIssued(invitation.encode(), invitation.expires_at_s, settings.uses))
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(runner.tick(), name="coordinator-clock"),
             asyncio.create_task(keep_issued(credentials, authority, identity), name="own-certificate"),

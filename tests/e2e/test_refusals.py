@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,12 +65,23 @@ def test_an_altered_invitation(running: Swarm, tmp_path: Path) -> None:
 
 def test_an_invitation_of_another_run(running: Swarm, new_swarm: Callable[[RunSpec], Swarm]) -> None:
     foreign = new_swarm(tiny_spec(seed=1))
-    foreign.bootstrap().end()
-    foreign.port = running.port
-    # The other run's bootstrap is gone and ours listens at its address: what a recycled address looks like.
-    process = foreign.peer(0)
-    assert process.exit_code() in (3, 4)
-    assert process.kind("error")["what"]
+    # The other run's invitation leads to our bootstrap: what a recycled address looks like.
+    foreign.bootstrap("--announce", f"127.0.0.1:{running.port}").end()
+    refused(foreign.peer(0), 4, "another run")
+
+
+def test_an_expired_invitation(new_swarm: Callable[[RunSpec], Swarm]) -> None:
+    swarm = new_swarm(tiny_spec())
+    swarm.bootstrap("--expires", "1s")
+    time.sleep(1.1)  # the invitation's own life, to the second
+    refused(swarm.peer(0), 4, "expired")
+
+
+def test_a_head_without_text(new_swarm: Callable[[RunSpec], Swarm], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    swarm = new_swarm(tiny_spec(data={"source": str(tmp_path / "empty")}))
+    swarm.bootstrap()
+    refused(swarm.peer(0), 2, "has no files")
 
 
 def test_a_used_up_invitation(new_swarm: Callable[[RunSpec], Swarm]) -> None:
