@@ -132,6 +132,8 @@ class BoundarySpec(_Section):
             raise ValueError(f"ladder {list(self.ladder)} has a rank above rank {self.rank}")
         if any(a <= b for a, b in zip(self.ladder, self.ladder[1:], strict=False)):
             raise ValueError(f"ladder {list(self.ladder)} is not strictly falling")
+        if self.ladder and self.ladder[0] != self.rank:
+            raise ValueError(f"ladder {list(self.ladder)} does not begin with rank {self.rank}, which messages have")
         if self.learned_basis and self.kind is not BoundaryKind.ANCHORED:
             raise ValueError(f"learned_basis needs kind = 'anchored', not {self.kind.value!r}")
         return self

@@ -42,6 +42,7 @@ REFUSED = [
     ({"boundary": {"rank": 8, "ladder": [16, 8]}}, "boundary: ladder [16, 8] has a rank above rank 8"),
     ({"boundary": {"rank": 8, "ladder": [4, 8]}}, "boundary: ladder [4, 8] is not strictly falling"),
     ({"boundary": {"rank": 8, "ladder": [8, 8]}}, "boundary: ladder [8, 8] is not strictly falling"),
+    ({"boundary": {"rank": 8, "ladder": [4, 2]}}, "boundary: ladder [4, 2] does not begin with rank 8"),
     ({"boundary": {"kind": "subspace", "learned_basis": True}}, "boundary: learned_basis needs kind = 'anchored'"),
     ({"optimizer": {"lr": 0}}, "optimizer.lr: Input should be greater than 0"),
     ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: Input should be a finite number"),
