@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,17 +21,21 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import click
 
 from swarm.errors import SwarmError
+from swarm.observe.background import Background
 from swarm.observe.events import EventLog, Failed, Sink
 from swarm.observe.sinks import FileLog, JsonLines, PlainLines
 
-LEAVE_DEADLINE_S = 5.0
+LEAVE_DEADLINE_S = 4.5
 """After Ctrl-C the process is gone by then."""
 
 INTERRUPTED = 130
 
 
 def event_log(*, as_json: bool, folder: Path | None = None) -> EventLog:
-    """JSON lines, or a live view on a terminal, or plain lines; and a file in ``folder``."""
+    """JSON lines, or a live view on a terminal, or plain lines; and a file in ``folder``.
+
+    All of them are written in the background: a terminal that is held (Ctrl-S) or a full pipe does not stop training.
+    """
     sinks: list[Sink] = []
     if as_json:
         sinks.append(JsonLines(sys.stdout))
@@ -41,25 +47,44 @@ def event_log(*, as_json: bool, folder: Path | None = None) -> EventLog:
         sinks.append(LiveView(Console()))
     else:
         sinks.append(PlainLines(sys.stdout))
+    outputs = [Background(sink) for sink in sinks]
     if folder is not None:
-        sinks.append(FileLog(folder / "events.jsonl"))
-    return EventLog(*sinks)
+        outputs.append(Background(FileLog(folder / "events.jsonl")))
+    return EventLog(*outputs)
 
 
-def run(main: Callable[[], Coroutine[Any, Any, int]], log: EventLog, *, as_json: bool) -> int:
-    """Run ``main`` in a loop of its own; returns the exit code of the process.
+def run(
+    main: Callable[[], Coroutine[Any, Any, int]],
+    log: EventLog,
+    *,
+    as_json: bool,
+    abort: Callable[[], None] = lambda: None,
+) -> int:
+    """Run ``main`` in a loop of its own and close ``log``; returns the exit code of the process.
 
-    The first Ctrl-C (or SIGTERM) cancels it, so that it leaves in order, within a deadline; the second quits at once.
+    The first Ctrl-C (or SIGTERM, or the end of the terminal) cancels it, so that it leaves in order, within a deadline;
+    the second quits at once, after ``abort``.
     """
+    departure = _Departure(abort, as_json)
+    failure: SwarmError | None = None
     try:
-        return _loop(_guarded(main))
+        with departure.on_signals():
+            code = _loop(_guarded(main, departure))
     except SwarmError as error:
+        failure, code = error, error.exit_code
         log.emit(Failed(error.code, error.what, error.meaning, error.remedy))
-        if not as_json:
-            show(error)
-        return error.exit_code
-    finally:
+    except Exception as error:
+        # A defect: the traceback is for its report, the event for whoever reads the output.
+        log.emit(Failed("internal", f"{type(error).__name__}: {error}", "The process ends.", "Please report it."))
         log.close()
+        raise
+    in_order = log.close()
+    if failure is not None and not as_json:
+        show(failure)
+    if not in_order or not _flushed():
+        # Somebody does not read our output, or is gone: the interpreter would wait for them, or complain.
+        os._exit(code)
+    return code
 
 
 def show(error: SwarmError) -> None:
@@ -78,25 +103,68 @@ def end(error: SwarmError, *, as_json: bool) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-async def _guarded(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(main())
-    signals: list[int] = []
+class _Departure:
+    """What signals do. They are handled by Python itself and not by the loop, which may be busy importing."""
 
-    def interrupt(number: int) -> None:
-        signals.append(number)
-        if len(signals) > 1:
-            os._exit(128 + number)
+    def __init__(self, abort: Callable[[], None], as_json: bool) -> None:
+        self.signals: list[int] = []
+        self._abort = abort
+        self._as_json = as_json
+        self._leave: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        # nohup asks for SIGHUP to be ignored.
+        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: action for number, action in before.items() if action is not signal.SIG_IGN}
+        for number in before:
+            signal.signal(number, self._interrupt)
+        try:
+            yield
+        finally:
+            for number, action in before.items():
+                signal.signal(number, action)
+
+    def cancels(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[int]) -> None:
+        """From now on a signal cancels ``task``, and one that has come already does."""
+        self._leave = lambda: loop.call_soon_threadsafe(self._cancel, task)
+        if self.signals:
+            self._cancel(task)
+
+    @property
+    def exit_code(self) -> int:
+        # A daemon that is told to end and ends in order has done its job.
+        return 0 if self.signals[:1] == [signal.SIGTERM] else 128 + self.signals[0] if self.signals else INTERRUPTED
+
+    def _interrupt(self, number: int, _frame: object) -> None:
+        self.signals.append(number)
+        if len(self.signals) > 1:
+            self._quit(number)
+        deadline = threading.Timer(LEAVE_DEADLINE_S, self._quit, [number])
+        # Not a timer of the loop: it also ends what waits for threads after the loop has ended.
+        deadline.daemon = True
+        deadline.start()
+        self._leave()
+
+    def _cancel(self, task: asyncio.Task[int]) -> None:
         task.cancel()
-        loop.call_later(LEAVE_DEADLINE_S, os._exit, 128 + number)
+        if not self._as_json:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                click.echo("Leaving in order; once more to quit at once.", err=True)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt, number)
+    def _quit(self, number: int) -> None:
+        self._abort()
+        os._exit(128 + number)
+
+
+async def _guarded(main: Callable[[], Coroutine[Any, Any, int]], departure: _Departure) -> int:
+    task: asyncio.Task[int] = asyncio.ensure_future(main())
+    departure.cancels(asyncio.get_running_loop(), task)
     try:
         return await task
     except asyncio.CancelledError:
-        # A daemon that is told to end and ends in order has done its job.
-        return 0 if signals and signals[0] == signal.SIGTERM else INTERRUPTED
+        return departure.exit_code
 
 
 def _loop(coroutine: Coroutine[Any, Any, int]) -> int:
@@ -105,3 +173,11 @@ def _loop(coroutine: Coroutine[Any, Any, int]) -> int:
     except ImportError:
         return asyncio.run(coroutine)
     return uvloop.run(coroutine)
+
+
+def _flushed() -> bool:
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        return False
+    return True

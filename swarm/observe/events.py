@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Protocol
 
 log = logging.getLogger(__name__)
 
+SHORT_ID_CHARACTERS = 8
+"""Enough to tell the peers of a run apart in a log."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -20,12 +23,18 @@ class Event:
     event: ClassVar[str] = "event"
     time: float = field(default_factory=time.time)
     """Wall seconds since the epoch."""
+    peer: str | None = None
+    """Short id of the peer whose process tells it; :class:`EventLog` fills it in as soon as it is known."""
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able fields with ``event`` first; what is not a finite number becomes null."""
-        fields = {"event": self.event}
+        """JSON-able fields: ``event``, ``time``, ``peer`` (where known), then its own.
+
+        What is not a finite number becomes null.
+        """
+        fields: dict[str, Any] = {"event": self.event}
         for entry in dataclasses.fields(self):
-            fields[entry.name] = _plain(getattr(self, entry.name))
+            if entry.name != "peer" or self.peer is not None:
+                fields[entry.name] = _plain(getattr(self, entry.name))
         return fields
 
 
@@ -254,10 +263,13 @@ def from_json(fields: Mapping[str, Any]) -> Event | None:
     kind = _KINDS.get(str(fields.get("event")))
     if kind is None:
         return None
-    known = {entry.name for entry in dataclasses.fields(kind)}
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key in known
-    }
+    values: dict[str, Any] = {}
+    for entry in dataclasses.fields(kind):
+        if entry.name in fields:
+            value = fields[entry.name]
+            if value is None and entry.type == "float":
+                value = math.nan  # what as_json could not write
+            values[entry.name] = tuple(value) if isinstance(value, list) else value
     try:
         return kind(**values)
     except TypeError:
@@ -276,13 +288,21 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """Gives each event to all sinks. A sink that fails is reported once and never stops the caller."""
+    """Gives each event to all sinks. A sink that fails is reported once and never stops the caller.
+
+    From :class:`Started` on, events carry the short id of this process's peer.
+    """
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
         self._failed: set[int] = set()
+        self._peer: str | None = None
 
     def emit(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._peer = event.peer_id[:SHORT_ID_CHARACTERS]
+        if event.peer is None and self._peer is not None:
+            event = dataclasses.replace(event, peer=self._peer)
         for sink in self._sinks:
             try:
                 sink.emit(event)
@@ -291,9 +311,13 @@ class EventLog:
                     self._failed.add(id(sink))
                     log.warning("Events can no longer be written by %s: %s", type(sink).__name__, error)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Close all sinks; False if one of them hangs, so that its stream must not be touched any more."""
+        in_order = True
         for sink in self._sinks:
             try:
                 sink.close()
             except Exception as error:
+                in_order = in_order and not isinstance(error, TimeoutError)
                 log.warning("%s could not be closed: %s", type(sink).__name__, error)
+        return in_order

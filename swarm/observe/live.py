@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
 from itertools import pairwise
 
@@ -13,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm.observe.events import (
-    Enrolled,
     Event,
+    Failed,
     InvitationIssued,
     LinkMeasured,
+    PeerJoined,
     PeerLost,
     Resources,
     Started,
@@ -33,7 +36,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class RunPicture:
-    """What is known of a run, fed by events and drawn on demand."""
+    """What is known of a run, fed by events and drawn on demand, possibly from another thread."""
 
     def __init__(self) -> None:
         self.title = "swarm"
@@ -47,8 +50,13 @@ class RunPicture:
         self.rss_bytes = 0
         self.losses: deque[float] = deque(maxlen=2000)
         self.messages: deque[str] = deque(maxlen=MESSAGES)
+        self._lock = threading.Lock()
 
     def take(self, event: Event) -> None:
+        with self._lock:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
         match event:
             case Started(run_name=name, run_id=run_id):
                 role = "" if event.stage is None else f" · stage {event.stage} on {event.device}"
@@ -58,11 +66,14 @@ class RunPicture:
                 self.missing, self.waiting = (), ""
             case Waiting(missing_stages=missing, reason=reason):
                 self.missing, self.waiting = missing, reason
+            case PeerJoined(stage=stage, peer_id=peer_id):
+                self.members[stage] = peer_id
             case PeerLost(stage=stage):
                 self.members.pop(stage, None)
             case StepCommitted():
                 self.step, self.waiting, self.missing = event, "", ()
-                self.losses.append(event.loss)
+                if math.isfinite(event.loss):
+                    self.losses.append(event.loss)
                 return
             case Validation():
                 self.validation = event
@@ -72,8 +83,8 @@ class RunPicture:
             case Resources():
                 self.stall_s, self.rss_bytes = event.loop_stall_p99_s, event.rss_bytes
                 return
-            case InvitationIssued() | Enrolled():
-                pass
+            case Failed():
+                return  # the command says it itself, below the view
             case _:
                 pass
         text = describe(event)
@@ -81,6 +92,10 @@ class RunPicture:
             self.messages.append(text)
 
     def __rich__(self) -> RenderableType:
+        with self._lock:
+            return self._draw()
+
+    def _draw(self) -> RenderableType:
         parts: list[RenderableType] = [self._head()]
         if self.links:
             parts.append(self._link_table())

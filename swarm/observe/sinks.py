@@ -74,7 +74,7 @@ class FileLog:
 
 
 class PlainLines:
-    """A line for each event that a person wants to read in a log."""
+    """A line for each event that a person wants to read in a log; errors are said by the command itself, on stderr."""
 
     def __init__(self, stream: TextIO, *, every_steps: int = 10) -> None:
         self._stream = stream
@@ -84,7 +84,7 @@ class PlainLines:
     def emit(self, event: Event) -> None:
         if isinstance(event, StepCommitted) and event.step % self._every and event.step != event.steps:
             return
-        text = describe(event)
+        text = "" if isinstance(event, Failed) else describe(event)
         if isinstance(event, Waiting):
             if text == self._waiting:
                 return

@@ -61,6 +61,12 @@ def test_what_is_not_a_number_becomes_null(value: float) -> None:
     assert Validation(step=1, loss=value).as_json()["loss"] is None
 
 
+def test_null_comes_back_as_what_it_was() -> None:
+    back = from_json(Validation(step=1, loss=math.inf).as_json())
+    assert isinstance(back, Validation)
+    assert math.isnan(back.loss)
+
+
 def test_stages_become_keys_of_an_object() -> None:
     assert ViewInstalled(view=1, step=1, members={0: "a"}).as_json()["members"] == {"0": "a"}
 

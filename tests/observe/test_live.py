@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -11,6 +13,7 @@ from swarm.observe.events import (
     Event,
     InvitationIssued,
     LinkMeasured,
+    PeerJoined,
     PeerLost,
     Resources,
     Started,
@@ -126,3 +129,12 @@ def test_a_long_sparkline_is_condensed() -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_a_loss_that_is_not_a_number_does_not_stop_the_view() -> None:
+    broken = dataclasses.replace(step(11), loss=math.nan)
+    assert "loss nan" in drawn(step(10), broken, step(12), broken)
+
+
+def test_peers_are_shown_as_they_come() -> None:
+    assert "1:bbbbbb" in drawn(STARTED, PeerJoined("b" * 20, 1))
