@@ -76,6 +76,12 @@ class InvitationError(RefusedError):
     code = "bad_invitation"
 
 
+class IdentityInUseError(RefusedError):
+    """Another process with this identity is connected, or seems to be since its death was not noticed yet."""
+
+    code = "identity_in_use"
+
+
 class ClockSkewError(RefusedError):
     """The clock of this machine is too far from that of the run."""
 

@@ -45,7 +45,7 @@ from swarm.core.messages import (
 )
 from swarm.core.schedule import clip_scale, evaluation_microbatches, final_slot, training_microbatches
 from swarm.core.view import Member, View
-from swarm.errors import RefusedError, SwarmError
+from swarm.errors import IdentityInUseError, RefusedError, SwarmError
 
 INSTALL_SILENCE_S = 60.0
 """A member that says nothing for this long while a view is formed is dropped (it says ``Installing`` every second)."""
@@ -53,7 +53,9 @@ INSTALL_SILENCE_S = 60.0
 STALL_FLOOR_S = 20.0
 """No step is called stalled before this long; above it the deadline follows the steps already seen."""
 
-MAX_RATE_OF_DISTURBED_VIEWS_S = 0.5
+MAX_DOUBLINGS = 10
+
+DISTURBED_QUIET_S = 0.5
 """Reports of failed links within this time of a new view are answered by that view."""
 
 
@@ -136,6 +138,7 @@ class _Seat:
     peer_id: str
     stage: int
     state: PeerState
+    instance: str = ""
     collected_view: int = 0
     installed_view: int = 0
     heard_at_s: float = 0.0
@@ -179,7 +182,7 @@ class Coordinator:
         self._phase_since_s = 0.0
         self._last_commit_s: float | None = None
         self._step_times_s: list[float] = []
-        self._stall_told = False
+        self._stalls = 0
         self._corpus_digest = ""
 
     # what the shell may look at
@@ -203,12 +206,16 @@ class Coordinator:
 
     def joined(self, peer_id: str, hello: Hello, now_s: float) -> list[Action]:
         """A peer opened a session and said hello."""
+        seat = self._seats.get(peer_id)
+        if seat is not None and hello.instance and seat.instance == hello.instance and seat.stage == hello.stage:
+            # The same process has lost its session and opened another before the loss was noticed here.
+            del self._seats[peer_id]
         refusal = self._refusal(peer_id, hello)
         if refusal is not None:
             return [Expel(peer_id, refusal)]
         if hello.corpus_digest:
             self._corpus_digest = hello.corpus_digest
-        self._seats[peer_id] = _Seat(peer_id, hello.stage, hello.state, heard_at_s=now_s)
+        self._seats[peer_id] = _Seat(peer_id, hello.stage, hello.state, hello.instance, heard_at_s=now_s)
         note = Note(NoteKind.JOINED, peer_id=peer_id, stage=hello.stage)
         if self.phase is Phase.FINISHED:
             return [note, Send(peer_id, Finished(self.spec.steps))]
@@ -247,7 +254,7 @@ class Coordinator:
             case Evaluated(view=number, step=step, loss=loss) if number == self.number:
                 return self._validated(step, loss)
             case Disturbed(view=number, neighbour=neighbour, reason=reason) if number == self.number:
-                if self.phase is not Phase.RUNNING or now_s - self._phase_since_s < MAX_RATE_OF_DISTURBED_VIEWS_S:
+                if self.phase is not Phase.RUNNING or now_s - self._phase_since_s < DISTURBED_QUIET_S:
                     return []
                 return self._change_membership(now_s, f"the link to {neighbour} failed: {reason}")
             case LinkReport():
@@ -272,10 +279,10 @@ class Coordinator:
                         remedy="Join again; look at this peer's log for what it was doing.",
                     )
                     actions += [Expel(seat.peer_id, error), *self.lost(seat.peer_id, error.what, now_s)]
-        if self.phase is Phase.RUNNING and not self._stall_told:
+        if self.phase is Phase.RUNNING:
             since = max(self._phase_since_s, self._last_commit_s or 0.0)
             if now_s - since > self.stall_deadline_s:
-                self._stall_told = True
+                self._stalls += 1
                 late = [seat.stage for seat in self._seats.values() if not self._is_prepared(seat)]
                 text = f"step {self.committed + 1} has taken {now_s - since:.0f} s; not prepared: stages {sorted(late)}"
                 actions.append(Note(NoteKind.STALLED, text=text, stages=tuple(sorted(late)), step=self.committed + 1))
@@ -284,8 +291,11 @@ class Coordinator:
 
     @property
     def stall_deadline_s(self) -> float:
-        """When a step counts as stalled: ten times the slowest of the last steps, with a floor."""
-        return max(STALL_FLOOR_S, 10 * max(self._step_times_s, default=0.0))
+        """When a step counts as stalled: ten times the slowest of the last steps, with a floor.
+
+        Doubled each time it passes without a commit in between, so that a run whose steps just take long is let be.
+        """
+        return max(STALL_FLOOR_S, 10 * max(self._step_times_s, default=0.0)) * 2 ** min(self._stalls, MAX_DOUBLINGS)
 
     # decisions
 
@@ -311,7 +321,7 @@ class Coordinator:
             )
         for seat in self._seats.values():
             if seat.peer_id == peer_id:
-                return RefusedError(
+                return IdentityInUseError(
                     f"Peer {peer_id} is already connected, hosting stage {seat.stage}.",
                     meaning="Two processes with one identity would undo each other's work; the later one is refused.",
                     remedy="Give the second process a --state-dir of its own.",
@@ -408,7 +418,7 @@ class Coordinator:
         view = self.view
         if view is None or any(seat.installed_view != self.number for seat in self._seats.values()):
             return []
-        self.phase, self._phase_since_s, self._stall_told = Phase.RUNNING, now_s, False
+        self.phase, self._phase_since_s = Phase.RUNNING, now_s
         self._last_commit_s = None
         step = view.first_step
         outstanding = missing_everywhere(
@@ -443,7 +453,7 @@ class Coordinator:
         )
         since = self._last_commit_s if self._last_commit_s is not None else self._phase_since_s
         self._step_times_s = [*self._step_times_s[-31:], now_s - since]
-        self._last_commit_s, self._stall_told = now_s, False
+        self._last_commit_s, self._stalls = now_s, 0
         self.commits[commit.step], self.committed = commit, commit.step
         for seat in seats:
             seat.prepared = None

@@ -50,6 +50,8 @@ class Hello:
     state: PeerState
     corpus_digest: str = ""
     """Of the peers of stage 0: two heads must draw from the same text."""
+    instance: str = ""
+    """Drawn by each process when it starts: tells a process that connects again from a second one with its identity."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,18 @@ def final_slot(spec: RunSpec) -> int:
     return spec.steps + 1 if evaluation_microbatches(spec, spec.steps + 1) else spec.steps
 
 
+def in_flight_limit(stages: int, microbatches: int, rtt_s: float, beat_s: float | None) -> int:
+    """Microbatches that the head keeps between forward and backward: one per stage, one in reserve, and as many as the
+    slowest stage could work on while messages are on their way there and back.
+
+    Args:
+        rtt_s: round trip of one link.
+        beat_s: time between two microbatches at the slowest stage; None while unknown.
+    """
+    travelling = math.ceil((stages - 1) * rtt_s / beat_s) if beat_s else 0
+    return max(1, min(microbatches, stages + 1 + travelling))
+
+
 def clip_scale(squared_norm: float, clip_norm: float) -> float:
     """Factor that every gradient is multiplied by: ``min(1, clip / (norm + 1e-6))`` over all stages together.
 

@@ -81,8 +81,11 @@ class CoordinatorRunner:
             # Not seated: the session of that identity that is seated, if any, must not be touched.
             await session.refuse(refusal.error)
             return
+        older = self._sessions.get(peer_id)
         self._sessions[peer_id] = session
         self.left.clear()
+        if older is not None:
+            await older.close("superseded", "the peer has opened another session")
         try:
             await self._execute(actions)
             async for data in session:
@@ -90,10 +93,11 @@ class CoordinatorRunner:
         except SwarmError as error:
             await session.refuse(error)
         finally:
+            # Not when the same process has opened another session meanwhile, or was expelled.
             if self._sessions.get(peer_id) is session:
                 del self._sessions[peer_id]
-            reason = session.lost_reason or "the session ended"
-            await self._execute(self.core.lost(peer_id, reason, time.monotonic()))
+                reason = session.lost_reason or "the session ended"
+                await self._execute(self.core.lost(peer_id, reason, time.monotonic()))
             if not self._sessions:
                 self.left.set()
 

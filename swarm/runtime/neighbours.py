@@ -20,6 +20,10 @@ OUTGOING_LIMIT = 1024
 CONNECT_DEADLINE_S = 10.0
 """For the connection to a neighbour whose address is known."""
 
+FIRST_WARNING_S = 5.0
+WARN_EVERY_S = 30.0
+"""People are told of a neighbour that cannot be reached after the first of these, and then this often."""
+
 RETRY_S = 0.5
 """Between two attempts to find or reach a neighbour while a view is installed."""
 
@@ -48,6 +52,7 @@ class Neighbours:
         find: the addresses of a peer, from the directory; empty while unknown.
         on_lost: called once with (peer id, reason) when a link fails.
         on_refused: called with (peer id, reason) when a neighbour refuses a frame.
+        on_unreachable: called with (stage, peer id, reason) now and then while a neighbour cannot be reached.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Neighbours:
         find: Callable[[str], Awaitable[tuple[str, ...]]],
         on_lost: Callable[[str, str], None],
         on_refused: Callable[[str, str], None],
+        on_unreachable: Callable[[int, str, str], None] = lambda stage, peer_id, reason: None,
     ) -> None:
         self.spec = spec
         self.stage = stage
@@ -66,6 +72,7 @@ class Neighbours:
         self._find = find
         self._on_lost = on_lost
         self._on_refused = on_refused
+        self._on_unreachable = on_unreachable
         self._by_stage: dict[int, _Neighbour] = {}
 
     async def connect(self, view: View) -> None:
@@ -123,7 +130,12 @@ class Neighbours:
                     current.outgoing.get_nowait()
                 return
         await self._drop(stage)
+        loop = asyncio.get_running_loop()
+        reason, warn_at_s = "the directory has no address of it", loop.time() + FIRST_WARNING_S
         while True:
+            if loop.time() > warn_at_s:
+                self._on_unreachable(stage, peer_id, reason)
+                warn_at_s = loop.time() + WARN_EVERY_S
             addresses = await self._find(peer_id)
             for address in addresses:
                 link = Link(
@@ -134,7 +146,8 @@ class Neighbours:
                 )
                 try:
                     await link.connect(CONNECT_DEADLINE_S)
-                except SwarmError:
+                except SwarmError as error:
+                    reason = error.what
                     await link.close()
                     continue
                 neighbour = _Neighbour(peer_id, stage, link, addresses)

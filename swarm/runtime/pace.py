@@ -29,6 +29,11 @@ class Pace:
         """Over the last steps; None until two were seen."""
         return self.tokens_per_step / median(self._durations_s) if self._durations_s else None
 
+    @property
+    def beat_s(self) -> float | None:
+        """Time between two microbatches, taken from the last steps; None until two were seen."""
+        return median(self._durations_s) / self.spec.batch.microbatches if self._durations_s else None
+
     def committed(self, commit: Commit) -> StepCommitted:
         """The event of one commit, seen now."""
         now = time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
+import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,7 +16,7 @@ from swarm.core.frame import PROTOCOL_VERSION
 from swarm.core.messages import Goodbye, Hello, PeerMessage
 from swarm.data import Sampler, open_corpus
 from swarm.discovery import Directory, PeerRecord
-from swarm.errors import CheckpointError, RefusedError, UnreachableError
+from swarm.errors import CheckpointError, IdentityInUseError, RefusedError, UnreachableError
 from swarm.model.trainer import StageTrainer
 from swarm.net.addresses import announced
 from swarm.net.control import decode_coordinator_message, encode_peer_message
@@ -40,6 +42,9 @@ REPORT_EVERY_S = 2.0
 SESSION_DEADLINE_S = 10.0
 FIRST_RETRY_S = 0.3
 LONGEST_RETRY_S = 5.0
+IDENTITY_GRACE_S = 20.0
+"""How long a peer that was restarted waits for the coordinator to notice that its former process is gone."""
+
 """Backoff between attempts to reach the coordinator: doubles from the first to the longest, with jitter."""
 
 
@@ -79,6 +84,7 @@ class _Peer:
         self.corpus_digest = ""
         self.meter = LoopMeter()
         self._renewed = asyncio.Event()
+        self.instance = secrets.token_hex(8)
 
     @classmethod
     async def prepare(cls, settings: PeerSettings, log: EventLog, stack: AsyncExitStack) -> _Peer:
@@ -145,6 +151,7 @@ class _Peer:
             find=peer._addresses_of,
             on_lost=peer.runner.on_link_lost,
             on_refused=peer.runner.on_refused,
+            on_unreachable=peer._warn_unreachable,
         )
         log.emit(
             Started(
@@ -192,15 +199,20 @@ class _Peer:
     # the session
 
     async def _sessions(self) -> None:
-        delay_s = FIRST_RETRY_S
+        delay_s, refused_at_s = FIRST_RETRY_S, None
         while True:
             try:
                 session = await self._open_session()
+                await self._converse(session)
+                delay_s, refused_at_s = FIRST_RETRY_S, None
             except UnreachableError as error:
                 self.log.emit(Waiting(missing_stages=(), reason=f"no coordinator: {error.what}"))
-            else:
-                delay_s = FIRST_RETRY_S
-                await self._converse(session)
+            except IdentityInUseError as error:
+                now_s = time.monotonic()
+                refused_at_s = refused_at_s or now_s
+                if now_s - refused_at_s > IDENTITY_GRACE_S:
+                    raise
+                self.log.emit(Waiting(missing_stages=(), reason=error.what))
             await asyncio.sleep(delay_s * (0.5 + random.random()))
             delay_s = min(2 * delay_s, LONGEST_RETRY_S)
 
@@ -217,7 +229,14 @@ class _Peer:
 
     async def _converse(self, session: Session) -> None:
         self.session = session
-        hello = Hello(self.spec.run_id, PROTOCOL_VERSION, self.settings.stage, self.runner.state(), self.corpus_digest)
+        hello = Hello(
+            run_id=self.spec.run_id,
+            protocol=PROTOCOL_VERSION,
+            stage=self.settings.stage,
+            state=self.runner.state(),
+            corpus_digest=self.corpus_digest,
+            instance=self.instance,
+        )
         session.send_nowait(encode_peer_message(hello))
         try:
             async for data in session:
@@ -264,6 +283,16 @@ class _Peer:
         credentials = self.enrolment.credentials
         credentials.on_renewed(self._renewed.set)
         await keep_renewed(credentials, self.identity, lambda: self.enrolment.bootstrap_addresses)
+
+    def _warn_unreachable(self, stage: int, peer_id: str, reason: str) -> None:
+        self.log.emit(
+            Warned(
+                "neighbour_unreachable",
+                f"Stage {stage} (peer {peer_id}) cannot be reached: {reason}",
+                "No step is trained until it can; it is tried again.",
+                "Its owner should check --listen, --announce and the firewall; its address comes from the directory.",
+            )
+        )
 
     def _report_checkpoint(self, error: CheckpointError) -> None:
         self.log.emit(Warned(error.code, error.what, error.meaning, error.remedy))

@@ -33,6 +33,7 @@ from swarm.core.messages import (
     Validated,
     Waiting,
 )
+from swarm.core.schedule import in_flight_limit
 from swarm.core.stage import (
     Action,
     ApplyStep,
@@ -415,6 +416,12 @@ class StageRunner:
         self._execute(self.protocol.applied(commit.step))
         self.train_loss = commit.loss
         self._log.emit(self._pace.committed(commit))
+        self.protocol.in_flight_limit = in_flight_limit(
+            self.spec.model.stages,
+            self.spec.batch.microbatches,
+            self.neighbours.rtt_s if self.neighbours is not None else 0.0,
+            self._pace.beat_s,
+        )
         if commit.step % self.spec.checkpoint.every == 0 or self.disk.wants_checkpoint:
             # Parameters only change between steps, so the snapshot may wait behind the microbatches.
             saving = await self.compute.submit(HOUSEKEEPING, self.disk.save, self.trainer)

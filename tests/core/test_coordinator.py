@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,7 @@ from swarm.core.messages import (
     Span,
     Waiting,
 )
+from swarm.core.schedule import in_flight_limit
 from tests.core.loopback import small_spec
 
 SPEC = small_spec()
@@ -248,3 +250,29 @@ def test_a_stalled_step_is_reported_with_the_stages_that_are_late_and_driven_aga
     (note,) = [action for action in actions if isinstance(action, Note)]
     assert (note.kind, note.stages) == (NoteKind.STALLED, (1, 2))
     assert len(sent(actions, Collect)) == 3
+
+
+def test_a_process_that_connects_again_takes_its_own_seat() -> None:
+    coordinator = Coordinator(SPEC)
+    coordinator.joined("p0", replace(hello(0), instance="one"), 0.0)
+    actions = coordinator.joined("p0", replace(hello(0), instance="one"), 1.0)
+    assert not [action for action in actions if isinstance(action, Expel)]
+    (refused,) = coordinator.joined("p0", replace(hello(0), instance="two"), 2.0)
+    assert isinstance(refused, Expel)
+    assert refused.error.code == "identity_in_use"
+
+
+def test_the_stall_deadline_doubles_until_a_step_commits() -> None:
+    coordinator = running()
+    first = coordinator.stall_deadline_s
+    coordinator.tick(first + 1.0)
+    assert coordinator.stall_deadline_s == 2 * first
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "beat_s", "limit"), [(0.0, None, 4), (0.0, 0.1, 4), (0.1, 0.1, 6), (0.25, 0.1, 9), (9.0, 0.1, 16)]
+)
+def test_enough_microbatches_are_in_flight_to_hide_the_round_trip(
+    rtt_s: float, beat_s: float | None, limit: int
+) -> None:
+    assert in_flight_limit(3, 16, rtt_s, beat_s) == limit
