@@ -128,7 +128,7 @@ async def test_clock_skew_is_reported_with_the_offset(node, monkeypatch):
         return time.time() + (3600 if answering else 0)
 
     monkeypatch.setattr(protocol, "get_dht_time", an_hour_ahead_when_answering)
-    with pytest.raises(ClockSkewError, match=r"off by -3600\.0 s") as refused:
+    with pytest.raises(ClockSkewError, match=r"off by -360\d\.\d s") as refused:
         await start("alice", boot)
     assert refused.value.exit_code == 4
 
