@@ -10,6 +10,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,27 @@ from peers.swarm_bootstrap import complete
 from peers.tables import result_table
 from peers.terminal import end, event_log, run
 from swarm.config.spec import RunSpec
-from swarm.errors import SwarmError
-from swarm.observe.events import EventLog, Result, from_json
+from swarm.errors import SwarmError, UsageError
+from swarm.observe.events import (
+    CheckpointFailed,
+    Event,
+    EventLog,
+    FrameRefused,
+    Resources,
+    Result,
+    Warned,
+    from_json,
+)
 
 INVITATION_DEADLINE_S = 60.0
 """Until the bootstrap has printed its invitation; importing what it needs takes seconds on a slow machine."""
 
-STOP_DEADLINE_S = 4.0
-"""After the children were told to leave; then they are killed."""
+STOP_DEADLINE_S = 3.8
+"""After the processes were told to leave; then they are killed. Shorter than what Ctrl-C may take in all."""
 
 LINE_LIMIT_BYTES = 2**20
+STDERR_LINES = 20
+"""The last lines that a process wrote to stderr are shown if it fails without saying why."""
 
 
 class DemoFailed(SwarmError):
@@ -39,40 +53,64 @@ class DemoFailed(SwarmError):
         self.exit_code = exit_code  # type: ignore[misc]
 
 
-def run_demo(source: str, *, steps: int | None, keep: Path | None, as_json: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class Relayed(Event):
+    """An event as a process printed it, and which process that was."""
+
+    source: str
+    fields: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"event": self.fields["event"], "source": self.source} | self.fields
+
+
+def run_demo(source: str, *, steps: int | None, stages: int | None, keep: Path | None, as_json: bool) -> int:
     """Run it; returns the exit code of the process."""
     try:
-        spec = complete(RunSpec.load(source))
+        fields = complete(RunSpec.load(source)).model_dump(mode="json")
         if steps is not None:
-            spec = RunSpec.parse(spec.model_dump(mode="json") | {"steps": steps})
+            fields["steps"] = steps
+        if stages is not None:
+            fields["model"]["stages"] = stages
+        spec = RunSpec.parse(fields)
     except SwarmError as error:
         end(error, as_json=as_json)
-    folder = Path(tempfile.mkdtemp(prefix="swarm-demo-")) if keep is None else keep
-    log = event_log(as_json=as_json)
-    results: list[Result] = []
+    # All temporary files of all processes lie in it, so that removing it leaves nothing behind.
+    scratch = Path(tempfile.mkdtemp(prefix="swarm-demo-"))
+    demo = _Demo(spec, keep or scratch / "state", scratch, event_log(as_json=as_json), as_json)
+
+    def abort() -> None:
+        demo.kill()
+        shutil.rmtree(scratch, ignore_errors=True)
+
     try:
-        code = run(lambda: _Demo(spec, folder, log, as_json, results).run(), log, as_json=as_json)
+        code = run(demo.run, demo.log, as_json=as_json, abort=abort)
     finally:
-        if keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    if results and not as_json:
-        result_table(results[0])
+        shutil.rmtree(scratch, ignore_errors=True)
+    result = from_json(demo.result or {})
+    if isinstance(result, Result) and not as_json:
+        result_table(result)
     return code
 
 
 class _Demo:
-    def __init__(self, spec: RunSpec, folder: Path, log: EventLog, as_json: bool, results: list[Result]) -> None:
-        self.spec, self.folder, self.log, self.as_json, self.results = spec, folder, log, as_json, results
+    def __init__(self, spec: RunSpec, folder: Path, scratch: Path, log: EventLog, as_json: bool) -> None:
+        self.spec, self.folder, self.scratch, self.log, self.as_json = spec, folder, scratch, log, as_json
         self.children: dict[str, asyncio.subprocess.Process] = {}
         self.readers: list[asyncio.Task[None]] = []
         self.invited = asyncio.Event()
         self.errors: dict[str, dict[str, Any]] = {}
+        self.stderr: dict[str, deque[str]] = {}
+        self.resources: dict[str, Resources] = {}
         self.result: dict[str, Any] | None = None
 
     async def run(self) -> int:
-        self.folder.mkdir(parents=True, exist_ok=True)
         spec_file, invitation = self.folder / "run.toml", self.folder / "invitation"
-        spec_file.write_text(to_toml(self.spec))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            spec_file.write_text(to_toml(self.spec))
+        except OSError as error:
+            raise UsageError(f"The directory {self.folder} cannot be used: {error}.") from None
         try:
             await self._start(
                 "bootstrap",
@@ -91,54 +129,88 @@ class _Demo:
             await self._until_done()
         finally:
             await self._stop()
-        if self.result is not None:
-            self._show("bootstrap", self.result)
+        if self.result is None:
+            raise DemoFailed(
+                "The bootstrap ended without a result.",
+                meaning="The run is not finished.",
+                remedy="Start the demo again.",
+                exit_code=1,
+            )
+        if self.as_json:
+            self.log.emit(Relayed("bootstrap", self.result))
         return 0
 
+    def kill(self) -> None:
+        """End all processes at once; each leads its own session, so what it started goes with it."""
+        for child in self.children.values():
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+
     async def _start(self, name: str, module: str, *arguments: str) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *arguments, "--json"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             limit=LINE_LIMIT_BYTES,
-            env=environment,
+            env=os.environ | threads | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.scratch)},
             # Of its own session, so that a Ctrl-C in this terminal reaches it once, from here.
             start_new_session=True,
         )
         self.children[name] = child
-        self.readers.append(asyncio.create_task(self._read(name, child), name=f"events of {name}"))
-
-    async def _read(self, name: str, child: asyncio.subprocess.Process) -> None:
+        self.stderr[name] = deque(maxlen=STDERR_LINES)
         assert child.stdout is not None
-        while line := await child.stdout.readline():
+        assert child.stderr is not None
+        self.readers += [
+            asyncio.create_task(self._read_events(name, child.stdout), name=f"events of {name}"),
+            asyncio.create_task(self._read_stderr(name, child.stderr), name=f"stderr of {name}"),
+        ]
+
+    async def _read_events(self, name: str, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
             try:
                 fields = json.loads(line)
-            except ValueError:
-                continue
-            match fields.get("event"):
-                case "invitation":
-                    self.invited.set()
-                case "error":
-                    self.errors[name] = fields
-                case "result":
-                    self.result = fields
-                    continue
-            self._show(name, fields)
+                self._take(name, fields, str(fields["event"]))
+            except (ValueError, KeyError, TypeError):
+                self.stderr[name].append(line)  # not an event: somebody printed
 
-    def _show(self, name: str, fields: dict[str, Any]) -> None:
-        if fields.get("event") == "invitation":
-            return
+    async def _read_stderr(self, name: str, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
+            self.stderr[name].append(line)
+
+    def _take(self, name: str, fields: dict[str, Any], kind: str) -> None:
+        match kind:
+            case "invitation":
+                self.invited.set()
+                return
+            case "result":
+                self.result = fields
+                return
+            case "error":
+                self.errors[name] = fields
         if self.as_json:
-            sys.stdout.write(json.dumps({"event": fields.pop("event"), "source": name, **fields}) + "\n")
-            sys.stdout.flush()
+            self.log.emit(Relayed(name, fields))
             return
         event = from_json(fields)
-        if isinstance(event, Result):
-            self.results.append(event)
-        # Every process tells the steps; one of them is enough for the view, and links are told by their own end.
-        if event is not None and (name == "bootstrap" or fields["event"] in ("checkpoint_failed", "warning", "error")):
+        if isinstance(event, Resources):
+            self.resources[name] = event
+            event = self._together()
+        # Every process tells of steps and links; one of them is enough for the view.
+        elif name != "bootstrap" and not isinstance(event, CheckpointFailed | FrameRefused | Warned):
+            return
+        if event is not None:
             self.log.emit(event)
+
+    def _together(self) -> Resources:
+        """What all processes use: their memory, and the stall of the slowest loop."""
+        each = self.resources.values()
+        return Resources(
+            loop_stall_p99_s=max((one.loop_stall_p99_s or 0.0 for one in each), default=None),
+            rss_bytes=sum(one.rss_bytes for one in each),
+            in_flight_bytes=sum(one.in_flight_bytes for one in each),
+        )
 
     async def _until_invited(self) -> None:
         waiting = asyncio.create_task(self.invited.wait())
@@ -177,9 +249,10 @@ class _Demo:
 
     def _failure(self, name: str, code: int) -> DemoFailed:
         error = self.errors.get(name, {})
-        what = error.get("what") or f"it was ended by signal {-code}" if code < 0 else error.get("what")
+        reason = error.get("what") or "\n".join(self.stderr[name]) or "it did not say why."
+        ended = f"with code {code}" if code >= 0 else f"by signal {-code}"
         return DemoFailed(
-            f"The process {name} ended with code {code}: {what or 'see above'}",
+            f"The process {name} ended {ended}: {reason}",
             meaning=error.get("meaning") or "The demo was stopped.",
             remedy=error.get("remedy") or "",
             exit_code=code if code > 0 else 1,
@@ -193,15 +266,23 @@ class _Demo:
         if running:
             waits = [asyncio.create_task(child.wait()) for child in running]
             await asyncio.wait(waits, timeout=STOP_DEADLINE_S)
-            for child, wait in zip(running, waits, strict=True):
-                if not wait.done():
-                    with contextlib.suppress(ProcessLookupError):
-                        # The child leads its own session: what it started goes with it.
-                        os.killpg(child.pid, signal.SIGKILL)
+            self.kill()
             await asyncio.gather(*waits)
         for reader in self.readers:
             reader.cancel()
         await asyncio.gather(*self.readers, return_exceptions=True)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """The lines of ``stream``; one above the limit is skipped."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:
+            continue
+        if not line:
+            return
+        yield line.decode(errors="replace").rstrip("\n")
 
 
 def to_toml(spec: RunSpec) -> str:

@@ -53,12 +53,12 @@ def join(
     """Host a stage of the run that INVITATION names, until the run is finished. Ctrl-C leaves it in order."""
     if threads is not None:
         # Before torch is imported, or its thread pools are made for all cores.
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ.setdefault(name, str(threads))
+        os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     try:
         from swarm.net.invitation import Invitation
 
-        parsed = Invitation.parse(invitation)
+        # A peer that is enrolled comes back with it even when it has expired; enrolling checks again.
+        parsed = Invitation.parse(invitation, accept_expired=True)
         folder = state_dir or state_home() / f"peer-{parsed.run_id[:8]}-stage-{stage}"
         settings = PeerSettings(
             invitation=parsed.encode(),
@@ -115,14 +115,20 @@ def status(invitation: str, as_json: bool) -> None:
 @click.option("--spec", "source", default="demo", show_default=True, metavar="FILE|PRESET", help="The run to train.")
 @click.option("--steps", type=click.IntRange(min=1), help="Train fewer (or more) steps than the spec says.")
 @click.option(
+    "--peers",
+    "stages",
+    type=click.IntRange(min=1),
+    help="Cut the model into this many stages, one peer each. Default: as the spec says.",
+)
+@click.option(
     "--keep", type=click.Path(path_type=Path), help="Keep all state in this directory instead of deleting it."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line; the last is the result.")
-def demo(source: str, steps: int | None, keep: Path | None, as_json: bool) -> None:
+def demo(source: str, steps: int | None, stages: int | None, keep: Path | None, as_json: bool) -> None:
     """Train a small model with one process per stage on this machine, over real links."""
     from peers.demo import run_demo
 
-    sys.exit(run_demo(source, steps=steps, keep=keep, as_json=as_json))
+    sys.exit(run_demo(source, steps=steps, stages=stages, keep=keep, as_json=as_json))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -18,8 +19,8 @@ def result_table(result: Result) -> None:
     table = Table(title="Result", show_header=False)
     rows = [
         ("steps", f"{result.steps:,}"),
-        ("training loss", f"{result.train_loss:.4f} nats/token"),
-        ("validation loss", f"{result.val_loss:.4f} nats/token"),
+        ("training loss", _loss(result.train_loss)),
+        ("validation loss", _loss(result.val_loss)),
         ("speed", f"{result.tokens_per_s:,.0f} tokens/s"),
         ("on the wire", f"{result.wire_bytes_per_token:.1f} bytes per token and boundary, both directions"),
         ("dense bf16", f"{result.dense_bytes_per_token:.1f} bytes"),
@@ -30,6 +31,10 @@ def result_table(result: Result) -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console().print(table)
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f} nats/token" if math.isfinite(value) else "not measured"
 
 
 def status_table(status: RunStatus) -> None:

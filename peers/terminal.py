@@ -63,7 +63,7 @@ def run(
     """Run ``main`` in a loop of its own and close ``log``; returns the exit code of the process.
 
     The first Ctrl-C (or SIGTERM, or the end of the terminal) cancels it, so that it leaves in order, within a deadline;
-    the second quits at once, after ``abort``.
+    the second quits at once, after ``abort``, which must leave nothing behind and may be called from any thread.
     """
     departure = _Departure(abort, as_json)
     failure: SwarmError | None = None
@@ -83,6 +83,7 @@ def run(
         show(failure)
     if not in_order or not _flushed():
         # Somebody does not read our output, or is gone: the interpreter would wait for them, or complain.
+        abort()
         os._exit(code)
     return code
 
