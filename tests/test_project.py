@@ -67,7 +67,9 @@ def test_architecture_names_every_folder() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
 def test_documents_name_nothing_that_does_not_exist(document: Path) -> None:
     text = document.read_text()
-    named = set(re.findall(r"(?:swarm|tests|proto|peers|deploy)/[a-z0-9_/]*(?:\.(?:py|toml|txt|yaml))?", text))
+    named = set(
+        re.findall(r"(?<![\w/.-])(?:swarm|tests|proto|peers|deploy)/[a-z0-9_/]*(?:\.(?:py|toml|txt|yaml))?", text)
+    )
     named |= {f"swarm/{name}" for name in re.findall(r"`((?:core|net|model)/[a-z_]+\.py)`", text)}
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
