@@ -79,14 +79,20 @@ class Journal:
                 meaning="Two peers with one state would overwrite each other's; this one was not started.",
                 remedy="Stop the other process, or give this one a --state-dir of its own.",
             ) from None
-        self._segments = [_Segment(path) for path in sorted(folder.glob("segment-*.log"))]
         self._fd = -1
-        for segment in self._segments:
-            self._scan(segment)
-        if self._segments:
-            self._open(self._segments[-1])
-        else:
-            self.rotate(0)
+        try:
+            self._segments = [_Segment(path) for path in sorted(folder.glob("segment-*.log"))]
+            for segment in self._segments:
+                self._scan(segment)
+            if self._segments:
+                self._open(self._segments[-1])
+            else:
+                self.rotate(0)
+        except (OSError, CheckpointError) as error:
+            os.close(self._lock)
+            if isinstance(error, CheckpointError):
+                raise
+            raise self._failed(error) from error
 
     @property
     def bytes(self) -> int:
