@@ -16,7 +16,7 @@ from swarm.core.frame import PROTOCOL_VERSION
 from swarm.core.messages import Goodbye, Hello, PeerMessage
 from swarm.data import Sampler, open_corpus
 from swarm.discovery import Directory, PeerRecord
-from swarm.errors import CheckpointError, IdentityInUseError, RefusedError, UnreachableError
+from swarm.errors import CheckpointError, IdentityInUseError, RefusedError, SwarmError, UnreachableError
 from swarm.model.trainer import StageTrainer
 from swarm.net.addresses import announced
 from swarm.net.control import decode_coordinator_message, encode_peer_message
@@ -245,8 +245,11 @@ class _Peer:
                     self._renewed.clear()
                     session.send_nowait(encode_peer_message(Goodbye("its certificate was renewed")))
                     await session.close("renewed", "its certificate was renewed")
-        finally:
+        except SwarmError:
             self.session = None
+            raise
+        # Not when cancelled: whoever leaves says goodbye in this session.
+        self.session = None
         reason = session.lost_reason or "the coordinator closed the session"
         self.log.emit(Waiting(missing_stages=(), reason=f"no coordinator: {reason}"))
 
