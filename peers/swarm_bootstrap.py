@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from peers.terminal import end, event_log, run
-from swarm.config.peer import DAY_S, DEFAULT_PORT, BootstrapSettings, state_home
+from swarm.config.peer import ANY_HOST, DAY_S, DEFAULT_PORT, BootstrapSettings, state_home
 from swarm.config.spec import RunSpec
 from swarm.errors import SwarmError, UsageError
 
@@ -41,7 +41,9 @@ class Duration(click.ParamType):
 )
 @click.option("--spec", "source", required=True, metavar="FILE|PRESET", help="Run spec in TOML, or a preset (demo).")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Identity, CA, commits. Default: one per run.")
-@click.option("--listen", default=f"0.0.0.0:{DEFAULT_PORT}", show_default=True, help="Address and port to listen on.")
+@click.option(
+    "--listen", default=f"{ANY_HOST}:{DEFAULT_PORT}", show_default=True, help="Address and port to listen on."
+)
 @click.option("--announce", help="Address that others reach this machine at, if it is not one of its own.")
 @click.option("--local", is_flag=True, help="All peers are on this machine: use loopback.")
 @click.option(
@@ -84,7 +86,7 @@ def main(
         settings = BootstrapSettings(
             spec=spec,
             state_dir=folder,
-            listen="127.0.0.1:0" if local and listen == f"0.0.0.0:{DEFAULT_PORT}" else listen,
+            listen="127.0.0.1:0" if local and listen == f"{ANY_HOST}:{DEFAULT_PORT}" else listen,
             announce=announce,
             local=local,
             dht_port=dht_port,

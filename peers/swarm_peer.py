@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from peers.terminal import end, event_log, run
-from swarm.config.peer import PeerSettings, state_home
+from swarm.config.peer import ANY_HOST, PeerSettings, state_home
 from swarm.errors import SwarmError, UsageError
 
 
@@ -26,7 +26,7 @@ def main() -> None:
 @click.option("--stage", type=click.IntRange(min=0), required=True, help="Which stage of the model to host.")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Identity, checkpoints. Default: one per stage.")
 @click.option(
-    "--listen", default="0.0.0.0:0", show_default=True, help="Address and port to listen on; 0 is a free one."
+    "--listen", default=f"{ANY_HOST}:0", show_default=True, help="Address and port to listen on; 0 is a free one."
 )
 @click.option("--announce", help="Address that others reach this machine at, if it is not one of its own.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, xpu, mps, …")
@@ -64,7 +64,7 @@ def join(
             invitation=parsed.encode(),
             stage=stage,
             state_dir=folder,
-            listen="127.0.0.1:0" if local and listen == "0.0.0.0:0" else listen,
+            listen="127.0.0.1:0" if local and listen == f"{ANY_HOST}:0" else listen,
             announce=announce,
             device=device,
             threads=threads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,9 @@ from swarm.config.spec import RunSpec
 
 DEFAULT_PORT = 31337
 """Port of the bootstrap unless another is chosen: volunteers and firewalls want a fixed one."""
+
+ANY_HOST = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+"""All interfaces, IPv6 and IPv4 where the machine has both."""
 
 DAY_S = 86_400.0
 
@@ -24,7 +28,7 @@ class PeerSettings(BaseModel):
     invitation: str
     stage: Annotated[int, Field(ge=0)]
     state_dir: Path
-    listen: str = "0.0.0.0:0"
+    listen: str = f"{ANY_HOST}:0"
     announce: str | None = None
     """What others are told to connect to, if it is not an address of this machine; several with commas."""
     device: str = "auto"
@@ -43,7 +47,7 @@ class BootstrapSettings(BaseModel):
 
     spec: RunSpec
     state_dir: Path
-    listen: str = f"0.0.0.0:{DEFAULT_PORT}"
+    listen: str = f"{ANY_HOST}:{DEFAULT_PORT}"
     announce: str | None = None
     local: bool = False
     dht_port: Annotated[int, Field(ge=0, le=65535)] = 0

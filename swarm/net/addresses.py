@@ -107,11 +107,13 @@ def announced(bound: Iterable[str], announce: str | None, local: bool) -> list[s
     else:
         for address in listening:
             if address.is_wildcard:
-                family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+                # A gRPC server on [::] takes IPv4 connections too.
+                six = ":" in address.host
+                families = (socket.AF_INET, socket.AF_INET6) if six else (socket.AF_INET,)
                 if local:
-                    chosen.append(Address("::1" if family == socket.AF_INET6 else "127.0.0.1", address.port))
+                    chosen.append(Address("::1" if six else "127.0.0.1", address.port))
                 else:
-                    chosen += [Address(host, address.port) for host in interface_addresses(family)]
+                    chosen += [Address(host, address.port) for host in interface_addresses(*families)]
             elif local or not address.is_loopback:
                 chosen.append(address)
     if not chosen:
