@@ -119,6 +119,12 @@ def test_the_readme_lists_every_option(command: str) -> None:
     assert listed == options(commands()[command]) - {"--help", "-h", "invitation"}
 
 
+@pytest.mark.parametrize("command", sorted(commands()))
+def test_the_readme_names_every_option(command: str) -> None:
+    named = set(re.findall(r"`(--[a-z-]+)", README))
+    assert {name for name in options(commands()[command]) if name.startswith("--")} - named == {"--help"}
+
+
 def test_the_run_spec_in_the_readme_is_the_default() -> None:
     text = re.search(r"```toml\n(.*?)```", README, re.DOTALL)
     assert text is not None
