@@ -162,7 +162,7 @@ async def start_daemon(
 
     try:
         async with asyncio.timeout(START_DAEMON_S):
-            daemon = await Daemon.create(
+            daemon: Any = await Daemon.create(
                 host_maddrs=list(listen),
                 announce_maddrs=list(announce) or None,
                 identity_path=str(identity_path),
@@ -171,7 +171,8 @@ async def start_daemon(
                 auto_nat=not local,
                 startup_timeout=START_DAEMON_S,
             )
-        for task in (daemon._client.control._read_task, daemon._client.control._write_task):
+        control = daemon._client.control
+        for task in (control._read_task, control._write_task):
             # They fail when the daemon dies, which is noticed elsewhere; unread, the loop would log it.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return daemon
@@ -201,7 +202,8 @@ async def stop_daemon(p2p: Any) -> None:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
-            await child.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.wait(), STOP_DAEMON_S)
     for address in (p2p._daemon_listen_maddr, p2p._client_listen_maddr):
         with contextlib.suppress(OSError):
             os.remove(address["unix"])

@@ -51,6 +51,9 @@ REFRESH_SHARE = 1 / 3
 REJOIN_S = 10.0
 """How often the initial peers are greeted again: one that was started anew knows nobody."""
 
+CLOSE_DEADLINE_S = 3.0
+"""How long the background tasks may take to end."""
+
 CACHE_S = 2.0
 """How long an answer is given again without asking."""
 
@@ -249,7 +252,8 @@ class Directory:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_DEADLINE_S)
         await self._shut()
         self._folder.remove()
 
@@ -313,7 +317,8 @@ class Directory:
         for attempt in range(MAX_RESTARTS):
             await asyncio.sleep(RESTART_PAUSE_S * 2**attempt)
             try:
-                await self._open(RESTART_JOIN_S)
+                async with asyncio.timeout(RESTART_JOIN_S + DAEMON_GRACE_S):
+                    await self._open(RESTART_JOIN_S)
             except Exception as error:  # whatever it was, the next attempt may do, and the last one is reported
                 reason = str(error) or type(error).__name__
                 log.info("The directory's daemon does not come back: %s", reason)
