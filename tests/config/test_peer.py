@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from swarm.config.peer import BootstrapSettings, PeerSettings, state_home
+from swarm.config.peer import ANY_HOST, BootstrapSettings, PeerSettings, state_home
 from swarm.config.spec import RunSpec
 
 PEER: dict[str, Any] = {"invitation": "swarm1.x", "stage": 0, "state_dir": Path("state")}
@@ -42,8 +42,8 @@ def test_settings_of_a_bootstrap_are_checked(wrong: dict[str, Any]) -> None:
 
 def test_defaults() -> None:
     peer, bootstrap = PeerSettings(**PEER), BootstrapSettings(**BOOTSTRAP)
-    assert (peer.listen, peer.device, peer.threads, peer.local) == ("0.0.0.0:0", "auto", None, False)
-    assert (bootstrap.listen, bootstrap.uses, bootstrap.allow_restart) == ("0.0.0.0:31337", 100, False)
+    assert (peer.listen, peer.device, peer.threads, peer.local) == (f"{ANY_HOST}:0", "auto", None, False)
+    assert (bootstrap.listen, bootstrap.uses, bootstrap.allow_restart) == (f"{ANY_HOST}:31337", 100, False)
     assert bootstrap.certificate_lifetime_s == 24 * 3600
     assert math.isinf(bootstrap.linger_s)
 
