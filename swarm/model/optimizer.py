@@ -59,7 +59,8 @@ class Optimizer:
         if clip_scale > 0:
             if clip_scale < 1:
                 gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-                torch._foreach_mul_(gradients, clip_scale)  # pyright: ignore[reportPrivateImportUsage]
+                if gradients:  # none at all below a cut wire
+                    torch._foreach_mul_(gradients, clip_scale)  # pyright: ignore[reportPrivateImportUsage]
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate(self.spec, step)
             self._adamw.step()

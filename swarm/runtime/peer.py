@@ -193,7 +193,7 @@ class _Peer:
             session.send_nowait(encode_peer_message(Goodbye(reason)))
             await session.close("goodbye", reason)
         self.meter.stop()
-        await self.runner.close()
+        await asyncio.gather(self.runner.close(), self.directory.withdraw())
         self.log.emit(Left(reason))
 
     # the session
