@@ -47,7 +47,8 @@ def initialise(module: nn.Module, spec: RunSpec) -> None:
             continue
         values = seeded_normal(spec.seed, name, *parameter.shape)
         if name.startswith("anchors.") or name == "embedding.weight":
-            scale = 1.0
+            # As a head, unit RMS would begin tens of nats above a uniform guess.
+            scale = 0.02 if spec.model.tied_head else 1.0
         elif name == "embedding.coefficients" or name == "head.weight":
             scale = 0.02
         elif name.startswith("bases."):
