@@ -2,10 +2,19 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# A CPU build on Linux by default where pip finds one. With a GPU: make demo TORCH="torch --index-url <your vendor's>".
-TORCH ?= torch==2.13.0
+# PyPI's torch for Linux brings gigabytes of CUDA libraries, so the CPU build is taken unless another is asked for:
+# make demo TORCH="torch --index-url <the one pytorch.org gives for your GPU>". PyPI's serves where that index is not
+# reached, and a torch that is there stays.
+TORCH_VERSION := 2.13.0
+ifeq ($(origin TORCH)$(shell uname -s),undefinedLinux)
+TORCH := torch==$(TORCH_VERSION)+cpu --extra-index-url https://download.pytorch.org/whl/cpu --timeout 30 --retries 1
+TORCH_ELSE := torch==$(TORCH_VERSION)
+endif
+TORCH ?= torch==$(TORCH_VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP_SHOW := $(BIN)/python -m pip --disable-pip-version-check show --quiet
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt
 # Tests and benchmarks start processes that compute on one thread each.
 export PYTHONDONTWRITEBYTECODE = 1
 
@@ -13,8 +22,8 @@ export PYTHONDONTWRITEBYTECODE = 1
 
 $(STAMP): pyproject.toml deploy/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -c deploy/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c deploy/constraints.txt
+	$(if $(TORCH_ELSE),$(PIP_SHOW) torch || $(PIP) $(TORCH) || $(PIP) $(TORCH_ELSE),$(PIP) $(TORCH))
+	$(PIP) -e '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)  ## a bootstrap and three peers train a small model on this machine
