@@ -131,7 +131,10 @@ class StageDisk:
         began = time.monotonic()
         path = self.store.save(version, tensors, {})
         steps = self.store.steps()
-        self._queue(self.journal.trim, min(steps))
+        if len(steps) > 1:
+            # Should the newest be broken, the one before and the journal since then lead here; before the first
+            # checkpoint that is the seed.
+            self._queue(self.journal.trim, steps[0])
         return SavedCheckpoint(version, path.stat().st_size, time.monotonic() - began)
 
     # reading
