@@ -242,6 +242,25 @@ def test_frames_of_the_next_step_that_came_before_the_commit_are_kept(pipeline, 
     assert trainer.digest() == pipeline.digests[stage][1]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_that_began_before_the_commit_of_the_one_before_is_replayed_whole(pipeline, monkeypatch, stage):
+    disk = pipeline.disks[stage]
+    append, commit, waiting = disk.append, disk.commit, []
+
+    def append_then_commit(header, payload):
+        append(header, payload)
+        while waiting and header.step == 2:
+            commit(waiting.pop())
+
+    monkeypatch.setattr(disk, "commit", lambda each: waiting.append(each) if each.step == 1 else commit(each))
+    monkeypatch.setattr(disk, "append", append_then_commit)
+    pipeline.step(1)
+    pipeline.step(2)
+    trainer, restored = pipeline.revive(stage)
+    assert restored.version == 2
+    assert trainer.digest() == pipeline.digests[stage][2]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_going_back_reaches_the_step_asked_for_and_forgets_the_rest(pipeline, stage):
     for step in (1, 2):
