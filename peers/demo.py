@@ -18,7 +18,7 @@ from typing import Any
 
 from peers.swarm_bootstrap import complete
 from peers.tables import result_table
-from peers.terminal import end, event_log, run
+from peers.terminal import PARENT, end, event_log, run
 from swarm.config.spec import RunSpec
 from swarm.errors import SwarmError, UsageError
 from swarm.observe.events import (
@@ -149,13 +149,15 @@ class _Demo:
 
     async def _start(self, name: str, module: str, *arguments: str) -> None:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # It ends with this process, even if this one is killed, and its temporary files go with the scratch directory.
+        bound = {PARENT: str(os.getpid()), "TMPDIR": str(self.scratch)}
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *arguments, "--json"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_LIMIT_BYTES,
-            env=os.environ | threads | {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.scratch)},
+            env=os.environ | threads | bound | {"PYTHONUNBUFFERED": "1"},
             # Of its own session, so that a Ctrl-C in this terminal reaches it once, from here.
             start_new_session=True,
         )

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +30,12 @@ LEAVE_DEADLINE_S = 4.5
 """After Ctrl-C the process is gone by then."""
 
 INTERRUPTED = 130
+
+PARENT = "SWARM_PARENT"
+"""Environment variable with the process id of whoever started this process and wants it to end with them."""
+
+PARENT_EVERY_S = 1.0
+"""Between two looks at whether they are still there."""
 
 
 def event_log(*, as_json: bool, folder: Path | None = None) -> EventLog:
@@ -66,6 +73,8 @@ def run(
     the second quits at once, after ``abort``, which must leave nothing behind and may be called from any thread.
     """
     departure = _Departure(abort, as_json)
+    if PARENT in os.environ:
+        threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), name="parent", daemon=True).start()
     failure: SwarmError | None = None
     try:
         with departure.on_signals():
@@ -174,6 +183,12 @@ def _loop(coroutine: Coroutine[Any, Any, int]) -> int:
     except ImportError:
         return asyncio.run(coroutine)
     return uvloop.run(coroutine)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _flushed() -> bool:

@@ -73,8 +73,8 @@ def demos(tmp_path: Path) -> Iterator[Any]:
         demo.popen.communicate()
 
 
-def assert_gone(family: list[psutil.Process]) -> None:
-    _, left = psutil.wait_procs(family, timeout=1)
+def assert_gone(family: list[psutil.Process], within_s: float = 1.0) -> None:
+    _, left = psutil.wait_procs(family, timeout=within_s)
     # An orphan that nobody asks for its exit code has ended all the same.
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
@@ -126,6 +126,14 @@ def test_a_second_ctrl_c_ends_everything_at_once(demos: Any) -> None:
     assert time.monotonic() - pressed < 2
     assert_gone(family)
     assert demo.left_behind() == []
+
+
+def test_a_killed_demo_takes_its_processes_along(demos: Any) -> None:
+    demo = demos(tiny_spec(steps=100_000), "--json", "--peers", "1")
+    demo.until("started")
+    family = demo.family()
+    demo.popen.kill()
+    assert_gone(family, within_s=15)
 
 
 def test_output_that_nobody_reads_does_not_stop_it(demos: Any) -> None:
