@@ -12,7 +12,9 @@ TORCH_ELSE := torch==$(TORCH_VERSION)
 endif
 TORCH ?= torch==$(TORCH_VERSION)
 BIN := $(VENV)/bin
+# What runs a swarm, and what develops it.
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 PIP_SHOW := $(BIN)/python -m pip --disable-pip-version-check show --quiet
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt
 # Tests and benchmarks start processes that compute on one thread each.
@@ -23,28 +25,32 @@ export PYTHONDONTWRITEBYTECODE = 1
 $(STAMP): pyproject.toml deploy/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_ELSE),$(PIP_SHOW) torch || $(PIP) $(TORCH) || $(PIP) $(TORCH_ELSE),$(PIP) $(TORCH))
-	$(PIP) -e '.[dev]'
+	$(PIP) -e .
 	touch $(STAMP)
+
+$(DEV): $(STAMP)
+	$(PIP) -e '.[dev]'
+	touch $(DEV)
 
 demo: $(STAMP)  ## a bootstrap and three peers train a small model on this machine
 	@$(BIN)/swarm-peer demo $(ARGS)
 
-test: $(STAMP)  ## the whole suite but what is marked slow or bench
+test: $(DEV)  ## the whole suite but what is marked slow or bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not bench" $(ARGS)
 
-test-slow: $(STAMP)
+test-slow: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
-check: $(STAMP)  ## format, lint, types
+check: $(DEV)  ## format, lint, types
 	$(BIN)/ruff format --check swarm peers tests
 	$(BIN)/ruff check swarm peers tests
 	$(BIN)/pyright
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff format swarm peers tests
 	$(BIN)/ruff check --fix swarm peers tests
 
-proto: $(STAMP)  ## compile proto/ to the descriptor set that swarm.net.messages loads
+proto: $(DEV)  ## compile proto/ to the descriptor set that swarm.net.messages loads
 	$(BIN)/python -m grpc_tools.protoc -I proto --include_imports --descriptor_set_out=swarm/net/swarm_v1.binpb proto/swarm/v1/*.proto
 
 parity: $(STAMP)  ## losses of the swarm against the single-process reference

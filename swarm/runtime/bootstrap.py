@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from contextlib import AsyncExitStack
@@ -14,7 +15,7 @@ from swarm.core.frame import dense_bytes_per_token
 from swarm.core.view import Member
 from swarm.discovery import Directory, PeerRecord
 from swarm.errors import SpecError, SwarmError
-from swarm.net.addresses import announced
+from swarm.net.addresses import announced, parse_address
 from swarm.net.authority import Role, RunAuthority
 from swarm.net.credentials import Credentials
 from swarm.net.enrolment import EnrolmentService, keep_issued
@@ -31,6 +32,9 @@ RECORD_LIFETIME_S = 60.0
 """How long a directory entry outlives its owner; it is refreshed well before."""
 
 STOP_GRACE_S = 2.0
+
+LEAVE_S = 10.0
+"""How long the result waits for the peers to leave."""
 
 
 async def serve(settings: BootstrapSettings, log: EventLog) -> int:
@@ -79,6 +83,7 @@ async def serve(settings: BootstrapSettings, log: EventLog) -> int:
             credentials.verify_record,
             initial_peers=(),
             local=settings.local,
+            announce_hosts=announced_hosts(settings.announce),
             port=settings.dht_port,
             identity_path=folder / "dht.key",
             on_failed=lambda error: failed.done() or failed.set_exception(error),
@@ -117,20 +122,22 @@ async def serve(settings: BootstrapSettings, log: EventLog) -> int:
                 task.result()
         seconds = time.monotonic() - began
         # The last reports of the links arrive while the peers leave.
-        await _wait_until_left(runner, settings.linger_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(settings.linger_s, LEAVE_S)):
+                await runner.left.wait()
         log.emit(_result(runner, seconds))
+        if math.isinf(settings.linger_s):
+            await asyncio.wait([failed, *tasks[:2]], return_when=asyncio.FIRST_COMPLETED)
+            for task in (failed, *tasks[:2]):
+                if task.done():
+                    task.result()
         log.emit(Left("the run is finished"))
     return 0
 
 
-async def _wait_until_left(runner: CoordinatorRunner, linger_s: float) -> None:
-    if math.isinf(linger_s):
-        await asyncio.Event().wait()
-    try:
-        async with asyncio.timeout(linger_s):
-            await runner.left.wait()
-    except TimeoutError:
-        pass
+def announced_hosts(announce: str | None) -> list[str]:
+    """The hosts of ``--announce``, for the directory, whose port is another."""
+    return [parse_address(text, default_port=1).host for text in announce.split(",")] if announce else []
 
 
 def _result(runner: CoordinatorRunner, seconds: float) -> Result:

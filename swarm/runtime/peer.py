@@ -29,7 +29,7 @@ from swarm.net.session import Session, open_session
 from swarm.observe.events import Enrolled, EventLog, Left, Resources, Started, Waiting, Warned
 from swarm.observe.loop import LoopMeter
 from swarm.observe.process import resident_bytes
-from swarm.runtime.bootstrap import RECORD_LIFETIME_S, STOP_GRACE_S, check_same_run
+from swarm.runtime.bootstrap import RECORD_LIFETIME_S, STOP_GRACE_S, announced_hosts, check_same_run
 from swarm.runtime.compute import HOUSEKEEPING, ComputeThread
 from swarm.runtime.coordinator import measured
 from swarm.runtime.neighbours import Neighbours
@@ -137,6 +137,7 @@ class _Peer:
             credentials.verify_record,
             initial_peers=enrolment.dht_addresses,
             local=settings.local,
+            announce_hosts=announced_hosts(settings.announce),
             port=settings.dht_port,
             identity_path=folder / "dht.key",
             on_failed=lambda error: peer.failed.done() or peer.failed.set_exception(error),
