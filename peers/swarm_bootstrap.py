@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import click
 
-from peers.terminal import end, event_log, run
+from peers.terminal import end, event_log, finish, run
 from swarm.config.peer import ANY_HOST, DAY_S, DEFAULT_PORT, BootstrapSettings, state_home
 from swarm.config.spec import RunSpec
 from swarm.errors import SwarmError, UsageError
@@ -111,7 +110,7 @@ def main(
 
         return await serve_run(settings, log)
 
-    sys.exit(run(serve, log, as_json=as_json))
+    finish(run(serve, log, as_json=as_json))
 
 
 def complete(spec: RunSpec) -> RunSpec:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from peers.terminal import end, event_log, run
+from peers.terminal import end, event_log, finish, run
 from swarm.config.peer import ANY_HOST, PeerSettings, state_home
 from swarm.errors import SwarmError, UsageError
 
@@ -86,7 +86,7 @@ def join(
 
         return await join_run(settings, log)
 
-    sys.exit(run(host, log, as_json=as_json))
+    finish(run(host, log, as_json=as_json))
 
 
 @main.command(epilog="Example: swarm-peer status swarm1.eJx…")
