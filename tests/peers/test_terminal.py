@@ -105,3 +105,85 @@ def test_leaving_has_a_deadline() -> None:
 
 def test_grpc_is_quiet_in_commands() -> None:
     assert os.environ["GRPC_VERBOSITY"] == "NONE"
+
+
+def test_handlers_are_put_back() -> None:
+    async def main() -> int:
+        assert signal.getsignal(signal.SIGINT) is not before
+        return 0
+
+    before = signal.getsignal(signal.SIGINT)
+    run(main, EventLog(), as_json=True)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+IMPORTS = """
+import asyncio, sys, time
+from peers.terminal import run
+from swarm.observe.events import EventLog
+async def main():
+    print("ready", flush=True)
+    for _ in range({turns}):
+        time.sleep(0.01)  # as an import does, which never gives the loop a turn
+    await asyncio.Event().wait()
+sys.exit(run(main, EventLog(), as_json=True))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGTERM, 0)])
+def test_a_signal_during_imports_counts(number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPORTS.format(turns=50)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    process.communicate(timeout=10)
+    assert process.returncode == code
+
+
+def test_a_second_signal_during_imports_quits_at_once() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPORTS.format(turns=300)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # the kernel merges signals that are pending
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 2.5, "the imports take 3 s"
+
+
+TALKS = """
+import sys
+from peers.terminal import event_log, finish, run
+from swarm.observe.events import Left
+log = event_log(as_json=True)
+async def main():
+    for _ in range(10_000):
+        log.emit(Left("x" * 1000))
+    return 5
+finish(run(main, log, as_json=True))
+"""
+
+
+def test_a_reader_that_is_gone_changes_nothing() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TALKS], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(10) == 5
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert errors == "Events can no longer be written by JsonLines: [Errno 32] Broken pipe\n"
+
+
+def test_a_reader_that_does_not_read_changes_nothing() -> None:
+    process = subprocess.Popen([sys.executable, "-c", TALKS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.wait(10) == 5
+    process.communicate()
