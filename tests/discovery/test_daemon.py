@@ -110,7 +110,9 @@ async def test_nothing_stays_behind_when_the_start_is_cancelled(temporary, wait_
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     assert list(temporary.iterdir()) == []
-    assert [child for child in psutil.Process().children() if child not in children] == []
+    new = [child for child in psutil.Process().children() if child not in children]
+    # One that was cut off while it was being started has ended, but the loop may not have collected it yet.
+    assert [child for child in new if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
 KILLED = """
