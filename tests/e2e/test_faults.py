@@ -134,3 +134,20 @@ def test_ctrl_c_ends_the_demo_within_five_seconds_and_leaves_nothing(new_swarm: 
     assert time.monotonic() - pressed < 5
     assert [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
     assert {path.name for path in Path("/tmp").glob("hivemind-*")} <= before
+
+
+@pytest.mark.slow
+def test_training_outlives_the_certificates_it_began_with(new_swarm: NewSwarm) -> None:
+    swarm = new_swarm(tiny_spec(steps=100_000, evaluation={"every": 0}))
+    bootstrap = swarm.bootstrap("--certificates", "15s")
+    peers = swarm.peers()
+    bootstrap.step(5)
+    for _ in range(7):
+        # Two renewals of each peer, and a commit after each.
+        seen = len(bootstrap.events)
+        lost = bootstrap.kind("peer_lost", 30, after=seen)
+        assert "renewed" in lost["reason"]
+        bootstrap.kind("step", 30, after=len(bootstrap.events))
+    assert [peer.popen.poll() for peer in peers] == [None, None, None]
+    steps = [event["step"] for event in committed(bootstrap)]
+    assert steps == list(range(1, len(steps) + 1))
