@@ -19,7 +19,7 @@ class Sampler:
 
     def microbatch(self, step: int, index: int) -> np.ndarray:
         """Microbatch ``index`` of ``step``: windows at uniformly drawn offsets of the training part."""
-        # Philox is a counter-based generator, specified to the bit: the same on every machine and version.
+        # Philox is counter-based and specified to the bit; how numpy makes offsets of its bits is pinned by a test.
         generator = np.random.Generator(np.random.Philox(key=self.spec.seed, counter=[0, 0, index, step]))
         offsets = generator.integers(0, len(self.corpus.train) - self._window + 1, size=self._rows)
         return self._take(self.corpus.train, offsets)

@@ -18,8 +18,11 @@ class Tokenizer(Protocol):
     """Text to token ids."""
 
     vocab_size: int
+    """One more than the highest token id."""
     separator: int | None
     """Stands between two documents; None if the vocabulary has no token for that."""
+    digest: str
+    """Tokenizers of equal digests give equal ids."""
 
     def encode(self, text: str) -> np.ndarray: ...
 
@@ -29,33 +32,47 @@ class ByteTokenizer:
 
     vocab_size = 256
     separator: int | None = 0
+    digest = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+        return np.frombuffer(_utf8(text), dtype=np.uint8)
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``."""
+    """A Hugging Face ``tokenizer.json`` (``content``, read from ``path``).
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        DataError: it is none, or the package that reads it is not installed.
+    """
+
+    def __init__(self, path: Path, content: bytes) -> None:
         try:
             from tokenizers import Tokenizer as HuggingFaceTokenizer
         except ImportError:
             raise DataError(
                 f"The tokenizer {path} needs the package tokenizers, which is not installed.",
+                meaning="The corpus cannot be turned into token ids.",
                 remedy="Install it with: pip install 'swarm[tokenizers]'.",
             ) from None
         try:
-            self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
+            self._tokenizer = HuggingFaceTokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
             raise DataError(
-                f"Cannot read the tokenizer {path}: {error}.", remedy="Give the path of a tokenizer.json."
+                f"Cannot read the tokenizer {path}: {error}.",
+                meaning="The corpus cannot be turned into token ids.",
+                remedy="Give the path of a tokenizer.json.",
             ) from None
-        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # Files made for fine-tuning cut and fill every text to one length.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.digest = hashlib.sha256(content).hexdigest()
+        # Ids may have gaps, so their number is not enough.
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         ids = (self._tokenizer.token_to_id(token) for token in _END_TOKENS)
         self.separator: int | None = next((number for number in ids if number is not None), None)
 
     def encode(self, text: str) -> np.ndarray:
+        text = _utf8(text).decode()
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
 
@@ -65,13 +82,7 @@ def tokenizer_digest(path: Path | str) -> str:
     Raises:
         DataError: it cannot be read.
     """
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise DataError(
-            f"Cannot read the tokenizer {path}: {error.strerror or error}.",
-            remedy="Set data.tokenizer to 'bytes' or to the path of a tokenizer.json.",
-        ) from error
+    return hashlib.sha256(_content(Path(path))).hexdigest()
 
 
 def load_tokenizer(data: DataSpec, model: ModelSpec) -> Tokenizer:
@@ -82,18 +93,37 @@ def load_tokenizer(data: DataSpec, model: ModelSpec) -> Tokenizer:
     """
     if data.tokenizer == "bytes":
         return ByteTokenizer()
-    path = Path(data.tokenizer).expanduser()
-    digest = tokenizer_digest(path)
+    path = Path(data.tokenizer)
+    content = _content(path)
+    digest = hashlib.sha256(content).hexdigest()
     if data.tokenizer_sha256 and digest != data.tokenizer_sha256:
         raise DataError(
             f"The tokenizer {path} has the digest {digest[:16]}, the run's has {data.tokenizer_sha256[:16]}.",
             meaning="Its token ids would mean something else to the other peers.",
             remedy="Use the tokenizer.json that the run was created with.",
         )
-    tokenizer = FileTokenizer(path)
+    tokenizer = FileTokenizer(path, content)
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
-            f"The tokenizer {path} has {tokenizer.vocab_size} tokens, the model only {model.vocab_size}.",
+            f"The tokenizer {path} has token ids up to {tokenizer.vocab_size - 1}, the model only up to "
+            f"{model.vocab_size - 1}.",
+            meaning="Some of its tokens would have no embedding.",
             remedy=f"Set model.vocab_size to {tokenizer.vocab_size} or more.",
         )
     return tokenizer
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a ~name of nobody
+        raise DataError(
+            f"Cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}.",
+            meaning="The corpus cannot be turned into token ids.",
+            remedy="Set data.tokenizer to 'bytes' or to the path of a tokenizer.json.",
+        ) from error
+
+
+def _utf8(text: str) -> bytes:
+    """JSON may hold lone surrogates, which UTF-8 has no bytes for."""
+    return text.encode("utf-8", errors="replace")

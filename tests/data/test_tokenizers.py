@@ -1,7 +1,8 @@
-"""The byte tokenizer, a tokenizer.json, and the three ways in which one is refused."""
+"""The byte tokenizer, a tokenizer.json, and the ways in which one is refused."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,16 @@ from tests.data.corpora import TINY
 WORDS = {"[UNK]": 0, "the": 1, "swarm": 2, "trains": 3, "</s>": 4}
 
 
-@pytest.fixture
-def file(tmp_path) -> Path:
-    tokenizer = Tokenizer(WordLevel(WORDS, unk_token="[UNK]"))
+def saved(path: Path, words: dict[str, int]) -> Path:
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
-    path = tmp_path / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return saved(tmp_path / "tokenizer.json", WORDS)
 
 
 def test_bytes_are_their_own_token_ids():
@@ -48,8 +52,40 @@ def test_another_tokenizer_than_the_runs_is_refused(file):
 
 def test_a_tokenizer_larger_than_the_model_is_refused_with_the_size_it_needs(file):
     small = ModelSpec(vocab_size=4, d_model=8, layers=1, heads=1, kv_heads=1, stages=1)
-    with pytest.raises(DataError, match=r"has 5 tokens, the model only 4\. Set model\.vocab_size to 5 or more"):
+    with pytest.raises(
+        DataError, match=r"token ids up to 4, the model only up to 3\. .*Set model\.vocab_size to 5 or more"
+    ):
         load_tokenizer(DataSpec(tokenizer=str(file)), small)
+
+
+def test_gaps_in_the_vocabulary_count(file):
+    saved(file, WORDS | {"</s>": 400})
+    with pytest.raises(DataError, match=r"token ids up to 400, the model only up to 255.* model\.vocab_size to 401"):
+        load_tokenizer(DataSpec(tokenizer=str(file)), TINY)
+
+
+def test_truncation_and_padding_in_the_file_are_not_followed(file):
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(file))
+    assert load_tokenizer(DataSpec(tokenizer=str(file)), TINY).encode("the swarm trains").tolist() == [1, 2, 3]
+
+
+def test_a_vocabulary_without_end_of_text_has_no_separator(file):
+    saved(file, {word: number for word, number in WORDS.items() if word != "</s>"})
+    assert load_tokenizer(DataSpec(tokenizer=str(file)), TINY).separator is None
+
+
+def test_a_lone_surrogate_is_a_question_mark_to_both(file):
+    assert load_tokenizer(DataSpec(), TINY).encode("\ud800").tolist() == [ord("?")]
+    assert load_tokenizer(DataSpec(tokenizer=str(file)), TINY).encode("\ud800 the").tolist() == [0, 1]
+
+
+def test_a_missing_package_says_which_extra_to_install(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"tokenizers, which is not installed.* pip install 'swarm\[tokenizers\]'"):
+        load_tokenizer(DataSpec(tokenizer=str(file)), TINY)
 
 
 def test_a_missing_tokenizer_and_one_that_is_none_are_named(tmp_path):
