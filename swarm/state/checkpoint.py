@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,22 +45,36 @@ class CheckpointStore:
         self.folder = folder
         self.run_id, self.stage, self.keep = run_id, stage, keep
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for stale in folder.glob(f"*{_TEMPORARY}"):
-                stale.unlink()
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
         except OSError as error:
             raise self._failed("prepared", error) from error
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, rising; whether they can be read is only known on loading."""
+        """Steps with a checkpoint, rising; whether they can be read is only known on loading.
+
+        Raises:
+            CheckpointError: the folder cannot be listed.
+        """
+        try:
+            return self._steps()
+        except OSError as error:
+            raise self._failed("looked for", error) from error
+
+    def _steps(self) -> list[int]:
         names = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, str]) -> Path:
         """Write a checkpoint, then delete those beyond ``keep``.
 
+        What an interrupted save left is deleted first, here and not on opening: opening may turn out to be a mistake (a
+        second process that :class:`Journal` refuses), and must not touch a file that is being written.
+
         Args:
-            tensors: on the CPU, contiguous; written as they are.
+            tensors: on the CPU, contiguous, none sharing memory; written as they are, with at most one copy of them
+                in memory.
+            meta: ``run_id``, ``stage``, ``step`` and ``sha256`` are the store's own.
 
         Raises:
             CheckpointError: the disk refused; the checkpoints before are untouched.
@@ -73,16 +88,19 @@ class CheckpointStore:
             "sha256": digest(tensors),
         }
         try:
+            for stale in self.folder.glob(f"*{_TEMPORARY}"):
+                stale.unlink()
             temporary.touch(0o600)
             save_file(tensors, temporary, metadata=header)
             os.chmod(temporary, 0o600)
             _flush(temporary)
             os.replace(temporary, path)
             _flush(self.folder)
-            for old in self.steps()[: -self.keep]:
+            for old in self._steps()[: -self.keep]:
                 self._path(old).unlink()
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise self._failed("written", error) from error
         return path
 
@@ -100,9 +118,12 @@ class CheckpointStore:
                     if meta.get(key) != expected:
                         raise self._broken(path, f"its {key} is {meta.get(key)!r}, not {expected!r}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+            found = digest(tensors)
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # an altered header may name a type or a shape that torch refuses in its own way
             raise self._broken(path, str(error)) from error
-        if digest(tensors) != meta.get("sha256"):
+        if found != meta.get("sha256"):
             raise self._broken(path, "its tensors are not those that were saved (SHA-256 differs)")
         return Checkpoint(step, tensors, meta)
 
@@ -118,10 +139,17 @@ class CheckpointStore:
         return None
 
     def discard_after(self, step: int) -> None:
-        """Delete the checkpoints above ``step``: their future was given up."""
-        for other in self.steps():
-            if other > step:
-                self._path(other).unlink()
+        """Delete the checkpoints above ``step``: their future was given up.
+
+        Raises:
+            CheckpointError: one could not be deleted.
+        """
+        try:
+            for other in reversed(self._steps()):
+                if other > step:
+                    self._path(other).unlink()
+        except OSError as error:
+            raise self._failed("deleted", error) from error
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:010d}.safetensors"

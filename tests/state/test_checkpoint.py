@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import resource
+import signal
 import stat
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swarm.errors import CheckpointError
 from swarm.state import CheckpointStore, checkpoint
@@ -47,6 +52,8 @@ def test_what_is_saved_comes_back_to_the_bit(store):
 
 
 def test_only_the_owner_can_read_it(store):
+    store.folder.chmod(0o755)
+    store = opened(store.folder)
     path = store.save(3, TENSORS, {})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
@@ -164,11 +171,87 @@ def test_discarding_forgets_the_future_only(tmp_path):
     assert store.steps() == [5, 10]
 
 
-def test_files_of_an_interrupted_save_are_removed_on_opening(store):
+def test_what_an_interrupted_save_left_is_removed_by_the_next_one(store):
     stale = store.folder / "step-0000000004.part"
     stale.write_bytes(b"half")
     assert opened(store.folder).steps() == []
-    assert not stale.exists()
+    path = store.save(5, TENSORS, {})
+    assert list(store.folder.iterdir()) == [path]
+
+
+def test_opening_a_folder_lets_a_save_in_progress_be(store, monkeypatch):
+    # A second process with the same state opens the folder before the journal refuses it.
+    replace = os.replace
+
+    def while_another_opens(*paths):
+        opened(store.folder)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", while_another_opens)
+    store.save(5, TENSORS, {})
+    assert store.load(5).step == 5
+
+
+def test_a_process_killed_while_saving_leaves_the_checkpoint_before(store):
+    store.save(5, TENSORS, {})
+
+    def killed() -> None:
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        store.save(10, TENSORS, {})
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    again = opened(store.folder)
+    assert again.steps() == [5]
+    assert torch.equal(again.load(5).tensors["param/a"], TENSORS["param/a"])
+    again.save(10, TENSORS, {})
+    assert sorted(entry.name for entry in store.folder.iterdir()) == [
+        "step-0000000005.safetensors",
+        "step-0000000010.safetensors",
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_an_altered_header_is_never_another_kind_of_error(tmp_path_factory, data):
+    store = opened(tmp_path_factory.mktemp("checkpoints"))
+    path = store.save(3, TENSORS, {})
+    whole = bytearray(path.read_bytes())
+    start = data.draw(st.integers(0, len(whole) - 1))
+    altered = data.draw(st.binary(min_size=1, max_size=4))
+    whole[start : start + len(altered)] = altered
+    path.write_bytes(whole)
+    try:
+        tensors = store.load(3).tensors
+    except CheckpointError:
+        return
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_saving_needs_at_most_one_copy_of_the_tensors(tmp_path):
+    size = 64 * 2**20
+    store = opened(tmp_path)
+    tensors = {f"p{number}": torch.ones(size // 16) for number in range(4)}
+
+    def measured() -> None:
+        # A forked process begins with its present size as its highest.
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        store.save(1, tensors, {})
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < 1.25 * size
+
+    process = multiprocessing.get_context("fork").Process(target=measured)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("use", [CheckpointStore.steps, lambda store: store.discard_after(1)])
+def test_a_folder_that_is_gone_is_an_error_of_ours(store, use):
+    store.folder.rmdir()
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        use(store)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import signal
 import stat
+import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import CheckpointError
 from swarm.state import Journal, Record, RecordKind
+from swarm.state import journal as journal_module
 
 INPUT, GRADIENT, COMMIT = RecordKind.INPUT, RecordKind.GRADIENT, RecordKind.COMMIT
 RECORDS = [
@@ -45,6 +49,10 @@ def segment(journal: Journal, number: int = -1) -> Path:
     return sorted(journal.folder.glob("segment-*.log"))[number]
 
 
+def refusal(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def exit_code_of(body: Callable[[], None]) -> int | None:
     """Run ``body`` in another process."""
     process = multiprocessing.get_context("fork").Process(target=body)
@@ -72,7 +80,8 @@ def test_replay_begins_after_the_step_of_the_checkpoint(journal):
 
 def test_a_payload_may_be_any_buffer(journal):
     journal.append(INPUT, 1, 0, b"", memoryview(bytearray(b"abc")))
-    assert next(journal.replay(0)).payload == b"abc"
+    journal.append(INPUT, 1, 1, b"", memoryview(bytearray(8)).cast("f"))
+    assert [record.payload for record in reopened(journal).replay(0)] == [b"abc", bytes(8)]
 
 
 def test_records_after_reopening_follow_those_before(journal):
@@ -207,6 +216,79 @@ def test_a_future_that_was_given_up_is_gone_for_good(journal):
     assert list(reopened(again).replay(1)) == [other]
 
 
+def test_discarding_keeps_the_segments_and_their_order(journal):
+    add(journal, *RECORDS)
+    journal.rotate(1)
+    add(journal, Record(INPUT, 1, 3, b"", b"late"), Record(INPUT, 3, 0, b"", b"future"))
+    journal.discard_after(1)
+    assert [record.payload for record in journal.replay(0)] == [record.payload for record in RECORDS[:4]] + [b"late"]
+    assert journal.bytes == sum(path.stat().st_size for path in journal.folder.glob("segment-*"))
+    assert [stat.S_IMODE(path.stat().st_mode) for path in journal.folder.glob("segment-*")] == [0o600, 0o600]
+    journal.trim(1)
+    assert [record.payload for record in journal.replay(0)] == [b"late"]
+
+
+@pytest.mark.parametrize("replaced", range(3))
+def test_a_process_killed_while_discarding_leaves_no_future_without_its_past(tmp_path, replaced):
+    steps = list(range(1, 7))
+
+    def killed() -> None:
+        journal = opened(tmp_path / "journal")
+        for step in steps:
+            add(journal, Record(COMMIT, step, 0, b"", b""))
+            if step % 2 == 0:
+                journal.rotate(step)
+        replace, calls = os.replace, iter(range(9))
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == replaced else replace(*paths)
+        journal.discard_after(1)
+
+    assert exit_code_of(killed) == -signal.SIGKILL
+    journal = opened(tmp_path / "journal")
+    left = [record.step for record in journal.replay(0)]
+    assert left == steps[: len(steps) - 2 * replaced]
+    journal.discard_after(1)
+    assert [record.step for record in reopened(journal).replay(0)] == [1]
+    assert not list(journal.folder.glob("*.part"))
+
+
+def test_a_refused_discard_can_be_repeated(journal, monkeypatch):
+    add(journal, *RECORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refusal)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            journal.discard_after(1)
+    assert list(journal.replay(0)) == RECORDS
+    journal.discard_after(1)
+    add(journal, RECORDS[4])
+    assert list(reopened(journal).replay(0)) == RECORDS
+
+
+def test_discarding_holds_one_record_at_a_time(journal):
+    record = Record(INPUT, 1, 0, b"", bytes(2**20))
+    add(journal, *[record] * 24, Record(INPUT, 2, 0, b"", b"future"))
+    tracemalloc.start()
+    try:
+        journal.discard_after(1)
+        assert len([0 for _ in journal.replay(0)]) == 24
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * 2**20
+
+
+def test_a_gap_before_the_last_segment_leaves_what_a_later_checkpoint_needs(journal):
+    add(journal, *RECORDS[:4])
+    journal.rotate(1)
+    add(journal, RECORDS[4])
+    journal.close()
+    path = segment(journal, 0)
+    path.write_bytes(path.read_bytes()[:-1])
+    again = opened(journal.folder)
+    assert list(again.replay(1)) == RECORDS[4:]
+    # Who comes from before the gap meets step 2 without the commit of step 1.
+    assert list(again.replay(0)) == [*RECORDS[:3], RECORDS[4]]
+
+
 def test_a_second_process_is_refused(journal):
     def second() -> None:
         with pytest.raises(CheckpointError, match=f"Another process uses the state directory {journal.folder.parent}"):
@@ -267,6 +349,89 @@ def test_a_full_disk_is_reported_and_leaves_the_records_before(journal, monkeypa
     assert list(journal.replay(0)) == RECORDS[:2]
     add(journal, RECORDS[2])
     assert list(reopened(journal).replay(0)) == RECORDS[:3]
+
+
+def test_nothing_follows_a_torn_record_that_could_not_be_cut_off(journal, monkeypatch):
+    add(journal, RECORDS[0])
+    writev = os.writev
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", lambda fd, parts: writev(fd, [b"".join(parts)[:5]]))
+        patch.setattr(os, "ftruncate", refusal)
+        with pytest.raises(CheckpointError):
+            add(journal, RECORDS[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", refusal)
+        with pytest.raises(CheckpointError):
+            add(journal, RECORDS[1])
+    add(journal, RECORDS[2])
+    assert list(reopened(journal).replay(0)) == [RECORDS[0], RECORDS[2]]
+
+
+def test_a_refused_rotation_leaves_the_segment_before_and_can_be_repeated(journal, monkeypatch):
+    add(journal, RECORDS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", refusal)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            journal.rotate(1)
+    add(journal, RECORDS[1])
+    journal.rotate(1)
+    add(journal, RECORDS[2])
+    assert list(reopened(journal).replay(0)) == RECORDS[:3]
+    assert len(list(journal.folder.glob("segment-*"))) == 2
+
+
+def test_a_record_that_reading_would_refuse_is_not_written(journal, monkeypatch):
+    monkeypatch.setattr(journal_module, "MAX_RECORD_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"A record of 112 bytes is above the journal's limit of 100"):
+        journal.append(INPUT, 1, 0, b"h", bytes(100))
+    add(journal, RECORDS[0])
+    assert list(journal.replay(0)) == RECORDS[:1]
+
+
+def test_a_length_beyond_the_file_takes_no_memory(journal):
+    journal.close()
+    with segment(journal).open("ab") as file:
+        file.write(struct.pack("<II", journal_module.MAX_RECORD_BYTES, 0) + bytes(100))
+    tracemalloc.start()
+    try:
+        assert list(opened(journal.folder).replay(0)) == []
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_a_first_line_that_a_power_cut_blanked_begins_again(journal):
+    add(journal, RECORDS[0])
+    journal.close()
+    path = segment(journal)
+    path.write_bytes(bytes(path.stat().st_size))
+    again = opened(journal.folder)
+    add(again, RECORDS[1])
+    assert list(reopened(again).replay(0)) == RECORDS[1:2]
+
+
+def test_other_files_in_the_folder_are_let_be(journal):
+    add(journal, RECORDS[0])
+    (journal.folder / "segment-notes.log").write_text("mine")
+    again = reopened(journal)
+    again.rotate(1)
+    assert list(again.replay(0)) == RECORDS[:1]
+    assert (journal.folder / "segment-notes.log").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_locked_is_not_another_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", refusal)
+    with pytest.raises(CheckpointError, match=r"could not be written: .*No space left on device"):
+        opened(tmp_path / "journal")
+
+
+@pytest.mark.parametrize("use", [lambda journal: list(journal.replay(0)), lambda journal: journal.discard_after(0)])
+def test_a_segment_that_is_gone_is_an_error_of_ours(journal, use):
+    add(journal, RECORDS[0])
+    segment(journal).unlink()
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        use(journal)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path):
