@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,6 +151,9 @@ class StageDisk:
         """
         self.flush().result()
         if at_most is not None:
+            # A save that is still under way would bring the given-up future back.
+            if self._saving is not None:
+                wait([self._saving])
             self.store.discard_after(at_most)
             self.journal.discard_after(at_most)
         checkpoint = self.store.newest(self._report, at_most)
