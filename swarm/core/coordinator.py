@@ -56,7 +56,8 @@ STALL_FLOOR_S = 20.0
 MAX_DOUBLINGS = 10
 
 DISTURBED_QUIET_S = 0.5
-"""Reports of failed links within this time of a new view are answered by that view."""
+"""A link that fails within this time of a new view is answered by the next one only then, so that a bad link does not
+keep everybody forming views."""
 
 
 class Phase(Enum):
@@ -183,6 +184,8 @@ class Coordinator:
         self._last_commit_s: float | None = None
         self._step_times_s: list[float] = []
         self._stalls = 0
+        self._disturbance = ""
+        """Why this view has to be replaced as soon as it may be."""
         self._corpus_digest = ""
 
     # what the shell may look at
@@ -254,9 +257,8 @@ class Coordinator:
             case Evaluated(view=number, step=step, loss=loss) if number == self.number:
                 return self._validated(step, loss)
             case Disturbed(view=number, neighbour=neighbour, reason=reason) if number == self.number:
-                if self.phase is not Phase.RUNNING or now_s - self._phase_since_s < DISTURBED_QUIET_S:
-                    return []
-                return self._change_membership(now_s, f"the link to {neighbour} failed: {reason}")
+                self._disturbance = f"the link to {neighbour} failed: {reason}"
+                return self._answer_disturbance(now_s)
             case LinkReport():
                 seat.links[message.target_peer] = message
                 return []
@@ -279,6 +281,7 @@ class Coordinator:
                         remedy="Join again; look at this peer's log for what it was doing.",
                     )
                     actions += [Expel(seat.peer_id, error), *self.lost(seat.peer_id, error.what, now_s)]
+        actions += self._answer_disturbance(now_s)
         if self.phase is Phase.RUNNING:
             since = max(self._phase_since_s, self._last_commit_s or 0.0)
             if now_s - since > self.stall_deadline_s:
@@ -345,8 +348,13 @@ class Coordinator:
             )
         return None
 
+    def _answer_disturbance(self, now_s: float) -> list[Action]:
+        quiet = self.phase is not Phase.RUNNING or now_s - self._phase_since_s < DISTURBED_QUIET_S
+        return [] if quiet or not self._disturbance else self._change_membership(now_s, self._disturbance)
+
     def _change_membership(self, now_s: float, reason: str) -> list[Action]:
         self.number += 1
+        self._disturbance = ""
         self._phase_since_s = now_s
         self.view = None
         for seat in self._seats.values():

@@ -37,12 +37,16 @@ class _Neighbour:
     outgoing: asyncio.Queue[tuple[FrameHeader, memoryview]] = field(
         default_factory=lambda: asyncio.Queue(OUTGOING_LIMIT)
     )
-    sender: asyncio.Task[None] | None = None
+    tasks: tuple[asyncio.Task[None], ...] = ()
     training_bytes: int = 0
     training_tokens: int = 0
     rank: int = 0
     dtype: str = ""
     lost: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return not self.lost and self.link.lost_reason is None
 
 
 class Neighbours:
@@ -122,9 +126,9 @@ class Neighbours:
 
     async def _connect_stage(self, stage: int, peer_id: str) -> None:
         current = self._by_stage.get(stage)
-        if current is not None and current.peer_id == peer_id and not current.lost:
+        if current is not None and current.peer_id == peer_id and current.usable:
             addresses = await self._find(peer_id)
-            if not addresses or addresses == current.addresses:
+            if (not addresses or addresses == current.addresses) and current.usable:
                 # Frames of older views would only be refused.
                 while not current.outgoing.empty():
                     current.outgoing.get_nowait()
@@ -151,7 +155,10 @@ class Neighbours:
                     await link.close()
                     continue
                 neighbour = _Neighbour(peer_id, stage, link, addresses)
-                neighbour.sender = asyncio.create_task(self._pump(neighbour), name=f"link-to-stage-{stage}")
+                neighbour.tasks = (
+                    asyncio.create_task(self._pump(neighbour), name=f"link-to-stage-{stage}"),
+                    asyncio.create_task(self._watch(neighbour), name=f"loss-of-link-to-stage-{stage}"),
+                )
                 self._by_stage[stage] = neighbour
                 return
             await asyncio.sleep(RETRY_S)
@@ -168,6 +175,10 @@ class Neighbours:
         except UnreachableError as error:
             self._lose(neighbour, error.what)
 
+    async def _watch(self, neighbour: _Neighbour) -> None:
+        # Frames under way are lost with the link, and there may be no other that would show it.
+        self._lose(neighbour, await neighbour.link.wait_lost())
+
     def _lose(self, neighbour: _Neighbour, reason: str) -> None:
         if not neighbour.lost:
             neighbour.lost = True
@@ -178,7 +189,7 @@ class Neighbours:
         if neighbour is None:
             return
         neighbour.lost = True
-        if neighbour.sender is not None:
-            neighbour.sender.cancel()
-            await asyncio.gather(neighbour.sender, return_exceptions=True)
+        for task in neighbour.tasks:
+            task.cancel()
+        await asyncio.gather(*neighbour.tasks, return_exceptions=True)
         await neighbour.link.close()

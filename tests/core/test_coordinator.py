@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.core.coordinator import (
+    DISTURBED_QUIET_S,
     INSTALL_SILENCE_S,
     Action,
     Coordinator,
@@ -230,6 +231,24 @@ def test_a_failed_link_leads_to_a_new_view_of_the_same_members() -> None:
     coordinator = running()
     actions = coordinator.received("p0", Disturbed(coordinator.number, "p1", "reset"), 5.0)
     assert sent(actions, Collect) == [Collect(coordinator.number)] * 3
+
+
+@pytest.mark.parametrize("early", ["while the view is installed", "right after it began"])
+def test_a_link_that_fails_early_is_answered_as_soon_as_the_view_has_run_for_a_moment(early: str) -> None:
+    coordinator = Coordinator(SPEC)
+    with_members(coordinator)
+    collected(coordinator, [state()] * 3)
+    report = Disturbed(coordinator.number, "p1", "reset")
+    if early == "while the view is installed":
+        assert coordinator.received("p0", report, 5.0) == []
+    installed(coordinator, 5.0)
+    if early == "right after it began":
+        assert coordinator.received("p0", report, 5.1) == []
+    assert coordinator.tick(5.0 + DISTURBED_QUIET_S / 2) == []
+    assert sent(coordinator.tick(5.0 + DISTURBED_QUIET_S), Collect) == [Collect(coordinator.number)] * 3
+    collected(coordinator, [state()] * 3, 6.0)
+    installed(coordinator, 6.0)
+    assert coordinator.tick(7.0) == [], "the new view was the answer"
 
 
 def test_a_member_silent_while_the_view_is_formed_is_dropped() -> None:
