@@ -19,7 +19,8 @@ from swarm.core.frame import FrameHeader, FrameKind
 from swarm.discovery import PeerRecord
 from swarm.model.trainer import Inbound, Outbound, StageTrainer
 from swarm.net.pipeline import PipelineService
-from swarm.observe.events import Event, EventLog, InvitationIssued, StepCommitted
+from swarm.net.session import Session
+from swarm.observe.events import Event, EventLog, InvitationIssued, Started, StepCommitted
 from swarm.runtime import bootstrap as bootstrap_module
 from swarm.runtime import peer as peer_module
 from swarm.runtime.coordinator import CoordinatorRunner
@@ -180,6 +181,10 @@ class InProcessPeer:
     def peer_id(self) -> str:
         return self.peer.identity.peer_id
 
+    async def ready(self) -> None:
+        """Wait until it is about to open its first session."""
+        await self.events.wait_for(Started)
+
     async def stop(self) -> None:
         """As Ctrl-C does."""
         self.task.cancel()
@@ -259,6 +264,10 @@ class InProcessSwarm:
     def at(self, stage: int, kind: FrameKind, step: int, microbatch: int, fault: Fault) -> None:
         """Let ``fault`` happen when ``stage`` is about to send that frame."""
         self.faults[stage, kind, step, microbatch] = fault
+
+    def session_of(self, stage: int) -> Session:
+        """The coordinator's end of the session with ``stage``."""
+        return self.coordinator._sessions[self.peers[stage].peer_id]
 
     async def finish(self, deadline_s: float = DEADLINE_S) -> dict[int, float]:
         """Wait until the bootstrap and all peers have ended by themselves; the losses by step."""

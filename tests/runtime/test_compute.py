@@ -64,3 +64,25 @@ async def test_closing_ends_the_running_task_and_refuses_new_ones() -> None:
     thread.close()
     with pytest.raises(RuntimeError, match="closed"):
         thread.submit(0, lambda: 5)
+
+
+async def test_closing_drops_what_waits() -> None:
+    thread = ComputeThread()
+    began, go = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def running() -> None:
+        began.set()
+        go.wait(5)
+        done.append("running")
+
+    thread.submit(0, running)
+    waiting = thread.submit(0, done.append, "waiting")
+    await asyncio.to_thread(began.wait, 5)
+    closing = asyncio.create_task(asyncio.to_thread(thread.close))
+    while not thread._closed:  # noqa: ASYNC110 (what is waited for has no event)
+        await asyncio.sleep(0.001)
+    go.set()
+    await closing
+    assert done == ["running"]
+    assert not waiting.done()

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-import pytest_asyncio
 
 from swarm.core.frame import FrameKind
-from swarm.observe.events import Validation, ViewInstalled
+from swarm.core.messages import Apply
+from swarm.observe.events import (
+    FrameRefused,
+    PeerLost,
+    Restored,
+    StepCommitted,
+    Validation,
+    ViewInstalled,
+    Waiting,
+    Warned,
+)
 from tests.e2e.test_training import reference
-from tests.runtime.in_process import InProcessSwarm, short_spec
+from tests.runtime.in_process import InProcessSwarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # grpc.aio wants one loop in a process
 
 ACTIVATION, GRADIENT = FrameKind.ACTIVATION, FrameKind.GRADIENT
 NewSwarm = Callable[..., InProcessSwarm]
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def new_swarm(tmp_path: Path) -> AsyncIterator[NewSwarm]:
-    """Makes swarms that have stopped when the test is over; keywords change the spec."""
-    swarms: list[InProcessSwarm] = []
-
-    def make(**changes) -> InProcessSwarm:
-        folder = tmp_path / f"swarm-{len(swarms)}"
-        folder.mkdir()
-        swarms.append(InProcessSwarm(short_spec(tmp_path, **changes), folder, pytest.MonkeyPatch()))
-        return swarms[-1]
-
-    yield make
-    for swarm in swarms:
-        await swarm.end()
 
 
 def assert_exact(swarm: InProcessSwarm) -> None:
@@ -105,3 +99,159 @@ async def test_a_frame_that_is_lost_with_its_link_is_repeated(stage: int, kind: 
     assert not swarm.faults
     assert_exact(swarm)
     assert_nothing_computed_twice(swarm)
+
+
+async def test_a_frame_that_is_lost_without_a_trace_is_repeated_when_the_step_is_found_stalled(
+    new_swarm: NewSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.core.coordinator.STALL_FLOOR_S", 0.5)
+    swarm = new_swarm()
+    swarm.at(1, GRADIENT, 4, 2, lambda *frame: None)
+    await swarm.start()
+    await swarm.finish()
+    (stalled,) = swarm.events.of(Warned)
+    assert stalled.code == "stalled"
+    assert "step 4" in stalled.what
+    assert "not prepared: stages [0]" in stalled.what
+    assert_exact(swarm)
+    assert_nothing_computed_twice(swarm)
+
+
+def not_a_number(header, payload):
+    return header, memoryview(b"\xff" * len(payload))
+
+
+def of_an_older_view(header, payload):
+    return replace(header, view=header.view - 1), payload
+
+
+def of_another_rank(header, payload):
+    return replace(header, rank=header.rank + 1), payload
+
+
+def from_somebody_else(header, payload):
+    return replace(header, source_stage=header.target_stage, target_stage=header.source_stage), payload
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (not_a_number, "NaN"),
+        (of_an_older_view, "its view"),
+        (of_another_rank, "rank"),
+        (from_somebody_else, "stage"),
+    ],
+)
+@pytest.mark.parametrize(("stage", "kind"), [(0, ACTIVATION), (2, GRADIENT)])
+async def test_a_bad_frame_is_refused_and_charged_to_its_sender_and_training_goes_on(
+    spoil, reason: str, stage: int, kind: FrameKind, new_swarm: NewSwarm
+) -> None:
+    swarm = new_swarm()
+
+    def spoiled(neighbours, target, header, payload):
+        neighbours.send_now(target, *spoil(header, payload))
+        neighbours.send_now(target, header, payload)
+
+    swarm.at(stage, kind, 4, 1, spoiled)
+    await swarm.start()
+    await swarm.finish()
+    assert swarm.refusals == {swarm.peers[stage].peer_id: 1}
+    (told,) = swarm.peers[stage].events.of(FrameRefused)
+    assert reason in told.reason
+    assert views(swarm) == 1
+    assert_exact(swarm)
+    assert_nothing_computed_twice(swarm)
+
+
+def closed_by_the_coordinator(swarm: InProcessSwarm):
+    return swarm.session_of(1).close("test", "the coordinator closed it")
+
+
+def closed_by_the_peer(swarm: InProcessSwarm):
+    return swarm.peers[1].peer.session.close("test", "the peer closed it")
+
+
+async def cut_off(swarm: InProcessSwarm) -> None:
+    swarm.peers[1].peer.session._transport._call.cancel()
+
+
+@pytest.mark.parametrize("close", [closed_by_the_coordinator, closed_by_the_peer, cut_off])
+async def test_a_session_that_ends_in_mid_step_is_opened_again_and_costs_nothing(close, new_swarm: NewSwarm) -> None:
+    swarm = new_swarm()
+    closing = []
+
+    def closed(neighbours, target, header, payload):
+        closing.append(asyncio.create_task(close(swarm)))
+        neighbours.send_now(target, header, payload)
+
+    swarm.at(1, ACTIVATION, 4, 1, closed)
+    await swarm.start()
+    await swarm.finish()
+    await asyncio.gather(*closing)
+    (lost,) = swarm.events.of(PeerLost)[:1]
+    assert (lost.stage, lost.peer_id) == (1, swarm.peers[1].peer_id)
+    waiting = await swarm.peers[1].events.wait_for(Waiting, lambda event: "no coordinator" in event.reason)
+    assert waiting.missing_stages == ()
+    assert_exact(swarm)
+    assert_nothing_computed_twice(swarm)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_commit_that_one_peer_does_not_hear_of_reaches_it_with_the_next_view(
+    stage: int, new_swarm: NewSwarm
+) -> None:
+    swarm = new_swarm()
+    await swarm.start()
+    peer = swarm.peers[stage]
+    await peer.ready()
+    handle = peer.peer.runner.handle
+    missed = []
+
+    async def deaf(message):
+        if isinstance(message, Apply) and message.commit.step == 4 and not missed:
+            missed.append(message)
+            await peer.peer.session.close("test", "its commit was lost")
+        elif not missed or peer.peer.session.lost_reason is None:
+            await handle(message)
+
+    peer.peer.runner.handle = deaf
+    await swarm.finish()
+    assert missed
+    assert_exact(swarm)
+    assert_nothing_computed_twice(swarm)
+
+
+async def test_a_peer_that_leaves_and_comes_back_finds_the_run_where_it_was(new_swarm: NewSwarm) -> None:
+    swarm = new_swarm()
+    left = asyncio.get_running_loop().create_future()
+
+    def leaving(neighbours, target, header, payload):
+        swarm.peers[1].task.cancel()
+        left.set_result(None)
+
+    swarm.at(1, GRADIENT, 5, 1, leaving)
+    await swarm.start()
+    await left
+    await swarm.peers[1].stop()
+    assert (await swarm.events.wait_for(PeerLost)).stage == 1
+    back = swarm.join(1)
+    assert (await back.events.wait_for(Restored)).step == 4
+    await swarm.finish()
+    assert_exact(swarm)
+    del swarm.peers[1]
+    assert_nothing_computed_twice(swarm)
+
+
+async def test_training_outlives_the_certificates_it_began_with(new_swarm: NewSwarm) -> None:
+    swarm = new_swarm(steps=100_000, evaluation={"every": 0})
+    await swarm.start(certificate_lifetime_s=3.0)
+    for peer in swarm.peers.values():
+        await peer.ready()
+    first = [peer.peer.enrolment.credentials.expires_at_s for peer in swarm.peers.values()]
+    await swarm.events.wait_for(StepCommitted, lambda event: event.time > max(first) + 1)
+    assert not any(peer.task.done() for peer in swarm.peers.values())
+    assert all(peer.peer.enrolment.credentials.expires_at_s > time.time() for peer in swarm.peers.values())
+    renewed = [event.stage for event in swarm.events.of(PeerLost) if "renewed" in event.reason]
+    assert set(renewed) == {0, 1, 2}
+    steps = list(swarm.events.losses)
+    assert steps == list(range(1, len(steps) + 1))
