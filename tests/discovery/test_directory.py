@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgpack
 import pytest
 
-from swarm.discovery.records import peer_key, seal_record
+from swarm.discovery.records import MAX_RECORD_BYTES, coordinator_key, peer_key, seal_record, stage_key
 from swarm.errors import ClockSkewError, SpecError, UnreachableError, UsageError
 from swarm.net.authority import Role
 from tests.discovery.nodes import eventually, record, said, start
@@ -87,6 +87,9 @@ async def test_a_stranger_can_join_the_dht_but_not_speak_for_a_peer(node):
         "tampered": seal_record(record("alice"), ALICE_KEY, later, member("alice")).replace(b"alice.", b"mallo."),
         "by another peer": seal_record(forged, ALICE_KEY, later, member("mallory")),
         "of another run": seal_record(forged, ALICE_KEY, later, member("alice", run_id="cd" * 16)),
+        "moved from another of her keys": seal_record(record("alice"), stage_key(RUN_ID, 0), later, member("alice")),
+        "good, but of another end": seal_record(record("alice"), ALICE_KEY, later - 1, member("alice")),
+        "too large": b"x" * (MAX_RECORD_BYTES + 1),
         "made of nesting": msgpack.packb([b"\x91" * 900, b"", b""]),
     }
     stranger = await hivemind.dht.DHTNode.create(initial_peers=boot.addresses())
@@ -97,6 +100,13 @@ async def test_a_stranger_can_join_the_dht_but_not_speak_for_a_peer(node):
             assert await stranger.store(ALICE_KEY, value, num_workers=1, **alice_s) is not None  # keeps it itself
             boot.forget(member("alice").peer_id)
             assert said(await boot.find_peer(member("alice").peer_id)) == record("alice"), lie
+        usurped = coordinator_key(RUN_ID)
+        usurper = replace(record("alice"), role="coordinator")
+        value = seal_record(usurper, usurped, later, member("alice"))
+        assert not await stranger.store(
+            usurped, value, subkey=member("alice").peer_id, expiration_time=later, exclude_self=True
+        )
+        assert await boot.find_coordinator() is None
     finally:
         await stranger.shutdown()
 
