@@ -5,6 +5,7 @@ loopback. Only the directory is a dict, so that no daemon has to be started, and
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -135,8 +136,11 @@ class ScriptedNeighbours(Neighbours):
     """Gives the frames of named points to the faults that are written for them, each once."""
 
     faults: dict[Point, Fault]
+    killed = False
 
     def send(self, target_stage: int, header: FrameHeader, payload: memoryview) -> None:
+        if self.killed:
+            return
         point = (self.stage, header.kind, header.step, header.microbatch)
         fault = self.faults.pop(point, None)
         if fault is None:
@@ -147,9 +151,6 @@ class ScriptedNeighbours(Neighbours):
     def send_now(self, target_stage: int, header: FrameHeader, payload: memoryview) -> None:
         """Send it, whatever the script says."""
         super().send(target_stage, header, payload)
-
-    def peer_of(self, stage: int) -> str:
-        return self._by_stage[stage].peer_id
 
     def close_link(self, stage: int) -> asyncio.Task[None]:
         """Begin to close the link to ``stage`` under the one who uses it."""
@@ -163,6 +164,7 @@ class InProcessPeer:
         self.settings = settings
         self.events = Events()
         self.peer: Any = None
+        self._killed = False
         self.task = asyncio.create_task(self._run(), name=f"peer of stage {settings.stage}")
 
     async def _run(self) -> None:
@@ -171,7 +173,10 @@ class InProcessPeer:
             try:
                 await self.peer.run()
             finally:
-                await self.peer.leave()
+                if self._killed:
+                    await self.peer.runner.neighbours.close()
+                else:
+                    await self.peer.leave()
 
     @property
     def trainer(self) -> CountingTrainer:
@@ -180,6 +185,14 @@ class InProcessPeer:
     @property
     def peer_id(self) -> str:
         return self.peer.identity.peer_id
+
+    def kill(self, disk: Path) -> None:
+        """End it as SIGKILL does: it says nothing more. ``disk`` gets what it has written by now."""
+        self._killed = self.peer.runner.neighbours.killed = True
+        shutil.copytree(self.settings.state_dir, disk)
+        if self.peer.session is not None:
+            self.peer.session._end("killed")
+        self.task.cancel()
 
     async def ready(self) -> None:
         """Wait until it is about to open its first session."""
@@ -205,6 +218,8 @@ class InProcessSwarm:
         self.refusals: Counter[str] = Counter()
         """Frames refused, by the peer id of the sender."""
         self.peers: dict[int, InProcessPeer] = {}
+        self.killed: set[int] = set()
+        """Stages that a test has killed."""
         self.book = AddressBook()
         self.coordinator: CoordinatorRunner
         self.pipelines: deque[PipelineService] = deque()
@@ -246,20 +261,21 @@ class InProcessSwarm:
         for stage in range(self.spec.model.stages) if stages is None else stages:
             self.join(stage)
 
-    def join(self, stage: int) -> InProcessPeer:
-        """Start (or start again, with the same state) the peer of ``stage``."""
+    def join(self, stage: int, *, state: str | None = None) -> InProcessPeer:
+        """Start a peer of ``stage`` (again, with the same state, or as another one). :attr:`peers` has the newest."""
         settings = PeerSettings(
             invitation=self.invitation,
             stage=stage,
-            state_dir=self.folder / f"stage-{stage}",
+            state_dir=self.folder / (state or f"stage-{stage}"),
             listen="127.0.0.1:0",
             device="cpu",
             threads=1,
             local=True,
         )
-        self.peers[stage] = InProcessPeer(settings)
-        self._tasks.append(self.peers[stage].task)
-        return self.peers[stage]
+        peer = InProcessPeer(settings)
+        self._tasks.append(peer.task)
+        self.peers[stage] = peer
+        return peer
 
     def at(self, stage: int, kind: FrameKind, step: int, microbatch: int, fault: Fault) -> None:
         """Let ``fault`` happen when ``stage`` is about to send that frame."""
@@ -271,9 +287,16 @@ class InProcessSwarm:
 
     async def finish(self, deadline_s: float = DEADLINE_S) -> dict[int, float]:
         """Wait until the bootstrap and all peers have ended by themselves; the losses by step."""
-        running = [self.bootstrap, *(peer.task for peer in self.peers.values())]
-        async with asyncio.timeout(deadline_s):
-            await asyncio.gather(*running)
+        running: list[asyncio.Task[Any]] = []
+        try:
+            async with asyncio.timeout(deadline_s):
+                # A peer may have been killed, and another be in its place.
+                while running != (running := [self.bootstrap, *(peer.task for peer in self.peers.values())]):
+                    await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in running:
+                if task.done():
+                    task.result()
         return self.events.losses
 
     async def end(self) -> None:

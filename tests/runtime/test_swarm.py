@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from swarm.core.frame import FrameKind
 from swarm.core.messages import Apply
+from swarm.errors import RefusedError
 from swarm.observe.events import (
     FrameRefused,
     PeerLost,
@@ -255,3 +257,69 @@ async def test_training_outlives_the_certificates_it_began_with(new_swarm: NewSw
     assert set(renewed) == {0, 1, 2}
     steps = list(swarm.events.losses)
     assert steps == list(range(1, len(steps) + 1))
+
+
+async def test_a_coordinator_that_stops_between_its_decision_and_telling_it_keeps_the_decision(
+    new_swarm: NewSwarm,
+) -> None:
+    swarm = new_swarm()
+    await swarm.start(linger_s=math.inf)
+    first, commits = swarm.events, swarm.coordinator._commits
+    decide = commits.commit
+
+    def decided(commit):
+        decide(commit)
+        if commit.step == 4:
+            for session in swarm.coordinator._sessions.values():
+                session._end("the coordinator was killed")
+            swarm.bootstrap.cancel()
+
+    commits.commit = decided
+    await asyncio.wait({swarm.bootstrap}, timeout=20)
+    assert list(first.losses) == [1, 2, 3, 4]
+    await swarm.start(stages=[])
+    await swarm.finish()
+    assert list(swarm.events.losses) == [5, 6, 7, 8]
+    swarm.events.seen[:0] = first.seen
+    assert_exact(swarm)
+    assert_nothing_computed_twice(swarm)
+
+
+async def test_two_peers_for_one_stage_the_later_is_refused_and_the_run_goes_on(new_swarm: NewSwarm) -> None:
+    swarm = new_swarm(steps=30, evaluation={"every": 30})
+    await swarm.start()
+    await swarm.events.wait_for(StepCommitted)
+    first = swarm.peers[1]
+    late = swarm.join(1, state="another")
+    with pytest.raises(RefusedError, match=f"Stage 1 is already taken by peer {first.peer_id}"):
+        await late.task
+    swarm.peers[1] = first
+    await swarm.finish()
+    assert_exact(swarm)
+    assert_nothing_computed_twice(swarm)
+    assert views(swarm) == 1
+
+
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize(("stage", "kind"), EVERY_DIRECTION)
+async def test_a_stage_killed_in_mid_step_comes_back_and_the_others_compute_nothing_twice(
+    step: int, stage: int, kind: FrameKind, new_swarm: NewSwarm
+) -> None:
+    swarm = new_swarm()
+    killed = asyncio.get_running_loop().create_future()
+
+    def kill(neighbours, target, header, payload):
+        swarm.peers[stage].kill(swarm.folder / "copy")
+        killed.set_result(None)
+
+    swarm.at(stage, kind, step, 1, kill)
+    await swarm.start()
+    await asyncio.wait_for(killed, 20)
+    gone = swarm.peers[stage]
+    back = swarm.join(stage, state="copy")
+    await swarm.events.wait_for(Waiting, lambda event: event.missing_stages == (stage,))
+    await swarm.finish()
+    assert gone.peer_id == back.peer_id
+    assert_exact(swarm)
+    del swarm.peers[stage]
+    assert_nothing_computed_twice(swarm)
