@@ -189,7 +189,8 @@ class InProcessPeer:
     def kill(self, disk: Path) -> None:
         """End it as SIGKILL does: it says nothing more. ``disk`` gets what it has written by now."""
         self._killed = self.peer.runner.neighbours.killed = True
-        shutil.copytree(self.settings.state_dir, disk)
+        if disk is not None:
+            shutil.copytree(self.settings.state_dir, disk)
         if self.peer.session is not None:
             self.peer.session._end("killed")
         self.task.cancel()
