@@ -323,11 +323,10 @@ class StageRunner:
         def done(future: asyncio.Future[Outbound | float | None]) -> None:
             if generation != self._generation or future.cancelled():
                 return
-            error = future.exception()
-            if error is not None:
+            try:
+                self._computed(work, step, index, future.result())
+            except BaseException as error:  # the loop would only log it, and the step never end
                 self._fail(error)
-                return
-            self._computed(work, step, index, future.result())
 
         future.add_done_callback(done)
 

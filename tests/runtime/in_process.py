@@ -186,8 +186,11 @@ class InProcessPeer:
     def peer_id(self) -> str:
         return self.peer.identity.peer_id
 
-    def kill(self, disk: Path) -> None:
-        """End it as SIGKILL does: it says nothing more. ``disk`` gets what it has written by now."""
+    def kill(self, disk: Path | None = None) -> None:
+        """End it as SIGKILL does: it says nothing more. ``disk`` gets what it had written by now.
+
+        Only exact while no checkpoint is being saved: the files are copied one after the other.
+        """
         self._killed = self.peer.runner.neighbours.killed = True
         if disk is not None:
             shutil.copytree(self.settings.state_dir, disk)

@@ -323,3 +323,18 @@ async def test_a_stage_killed_in_mid_step_comes_back_and_the_others_compute_noth
     assert_exact(swarm)
     del swarm.peers[stage]
     assert_nothing_computed_twice(swarm)
+
+
+async def test_a_peer_that_stumbles_over_a_result_ends_with_that_error_instead_of_standing_still(
+    new_swarm: NewSwarm,
+) -> None:
+    swarm = new_swarm()
+
+    def stumbles(neighbours, target, header, payload):
+        raise AssertionError("a fault of this peer")
+
+    swarm.at(1, ACTIVATION, 2, 0, stumbles)
+    await swarm.start()
+    with pytest.raises(AssertionError, match="a fault of this peer"):
+        await asyncio.wait_for(swarm.peers[1].task, 20)
+    assert (await swarm.events.wait_for(PeerLost)).stage == 1
