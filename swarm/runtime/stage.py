@@ -272,11 +272,15 @@ class StageRunner:
         """
         check_finite(payload, header)
         accepted = self.protocol.frame(header, sender, len(payload))
-        if accepted.fresh:
-            self._inbox[header.kind, header.step, header.microbatch] = Inbound(payload, header.rank, header.dtype)
-            if header.kind is not FrameKind.EVALUATION:
-                self.disk.append(header, payload)
-        self._execute(accepted.actions)
+        try:
+            if accepted.fresh:
+                self._inbox[header.kind, header.step, header.microbatch] = Inbound(payload, header.rank, header.dtype)
+                if header.kind is not FrameKind.EVALUATION:
+                    self.disk.append(header, payload)
+            self._execute(accepted.actions)
+        except Exception as error:  # the frame counts as received, so that a repeat of it would change nothing
+            self._fail(error)
+            raise
 
     def on_refused(self, peer_id: str, reason: str) -> None:
         """A neighbour refused a frame of this peer."""

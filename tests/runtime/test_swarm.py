@@ -338,3 +338,16 @@ async def test_a_peer_that_stumbles_over_a_result_ends_with_that_error_instead_o
     with pytest.raises(AssertionError, match="a fault of this peer"):
         await asyncio.wait_for(swarm.peers[1].task, 20)
     assert (await swarm.events.wait_for(PeerLost)).stage == 1
+
+
+async def test_a_peer_that_stumbles_over_a_frame_ends_with_that_error_too(new_swarm: NewSwarm) -> None:
+    swarm = new_swarm()
+    await swarm.start()
+    await swarm.peers[1].ready()
+
+    def stumbles(header, payload):
+        raise AssertionError("a fault of this peer")
+
+    swarm.peers[1].peer.runner.disk.append = stumbles
+    with pytest.raises(AssertionError, match="a fault of this peer"):
+        await asyncio.wait_for(swarm.peers[1].task, 20)
