@@ -7,8 +7,10 @@ the optimizer, the data and the seed. Its hash is the run id, so peers that agre
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import tomllib
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
@@ -37,6 +39,42 @@ class WireDtype(StrEnum):
     BF16 = "bf16"
     INT8 = "int8"
     INT4 = "int4"
+
+    @property
+    def bits(self) -> int:
+        """Of one coefficient."""
+        return {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}[self.value]
+
+    @property
+    def scaled(self) -> bool:
+        """Each token has a scale next to its coefficients."""
+        return self in (WireDtype.INT8, WireDtype.INT4)
+
+
+SCALE_BYTES = 2
+"""int8 and int4 carry one bf16 scale per token: the gradients of a mean loss are too small for fp16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What a message may have: how many coefficients per token, and how each is written."""
+
+    rank: int
+    dtype: WireDtype
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of coefficients and scales, in one direction."""
+        return self.rank * self.dtype.bits / 8 + (SCALE_BYTES if self.rank and self.dtype.scaled else 0)
+
+    def __str__(self) -> str:
+        return f"{self.rank} {self.dtype.value}"
+
+    @classmethod
+    def parse(cls, text: str) -> Rung:
+        """The inverse of ``str``."""
+        rank, dtype = text.split()
+        return cls(int(rank), WireDtype(dtype))
 
 
 class _Section(BaseModel):
@@ -116,24 +154,42 @@ class BoundarySpec(_Section):
     kind: BoundaryKind = BoundaryKind.ANCHORED
     rank: Annotated[int, Field(ge=0)] = 8
     """Highest number of coefficients per token (K); ignored by ``dense``; 0 cuts the wire (a control)."""
-    ladder: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Ranks that a message may have, highest first; empty means only ``rank``."""
+    ladder: tuple[Annotated[str, Field(pattern="^[0-9]{1,6} (fp32|bf16|int8|int4)$")], ...] = ()
+    """Rungs that a message may have, as "rank dtype", richest first; a bare rank has ``dtype``. Empty: only the first,
+    which is always ``rank`` in ``dtype``."""
     dtype: WireDtype = WireDtype.BF16
+    headroom: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of the time behind which transfers hide that rank control may fill."""
     learned_basis: bool = False
     """Learn E and D of each boundary (``anchored`` only); else they stay the seeded basis."""
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.ladder or (self.rank,)
+    def rungs(self) -> tuple[Rung, ...]:
+        """The ladder, richest first; never empty."""
+        return tuple(Rung.parse(text) for text in self.ladder) or (Rung(self.rank, self.dtype),)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_ranks(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or not isinstance(fields.get("ladder"), list | tuple):
+            return fields
+        dtype = fields.get("dtype", WireDtype.BF16)
+        name = dtype.value if isinstance(dtype, WireDtype) else dtype
+        ladder = [f"{rung} {name}" if type(rung) is int else rung for rung in fields["ladder"]]
+        return {**fields, "ladder": ladder}
 
     @model_validator(mode="after")
     def _ladder(self) -> Self:
-        if any(rank > self.rank for rank in self.ladder):
-            raise ValueError(f"ladder {list(self.ladder)} has a rank above rank {self.rank}")
-        if any(a <= b for a, b in zip(self.ladder, self.ladder[1:], strict=False)):
-            raise ValueError(f"ladder {list(self.ladder)} is not strictly falling")
-        if self.ladder and self.ladder[0] != self.rank:
-            raise ValueError(f"ladder {list(self.ladder)} does not begin with rank {self.rank}, which messages have")
+        rungs = self.rungs
+        shown = f"ladder {list(self.ladder)}"
+        if any(rung.rank > self.rank for rung in rungs):
+            raise ValueError(f"{shown} has a rank above rank {self.rank}")
+        if any(a.bytes_per_token <= b.bytes_per_token for a, b in itertools.pairwise(rungs)):
+            raise ValueError(f"{shown} is not strictly falling in bytes per token")
+        if rungs[0] != Rung(self.rank, self.dtype):
+            raise ValueError(f"{shown} does not begin with rank {self.rank} in {self.dtype.value}")
+        if self.ladder and self.kind is BoundaryKind.DENSE:
+            raise ValueError("ladder needs a compressed kind: dense has only one rung")
         if self.learned_basis and self.kind is not BoundaryKind.ANCHORED:
             raise ValueError(f"learned_basis needs kind = 'anchored', not {self.kind.value!r}")
         return self
@@ -220,6 +276,13 @@ class RunSpec(_Section):
     def wire_rank(self) -> int:
         """Coefficients per token of a full-rank message."""
         return self.model.d_model if self.boundary.kind is BoundaryKind.DENSE else self.boundary.rank
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """What a message may have, richest first."""
+        if self.boundary.kind is BoundaryKind.DENSE:
+            return (Rung(self.model.d_model, self.boundary.dtype),)
+        return self.boundary.rungs
 
     @classmethod
     def parse(cls, fields: dict[str, Any], *, origin: str = "run spec") -> RunSpec:

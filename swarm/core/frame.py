@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from swarm.config.spec import BoundaryKind, RunSpec, WireDtype
+from swarm.config.spec import SCALE_BYTES, Rung, RunSpec, WireDtype
 from swarm.errors import FrameError
 
 PROTOCOL_VERSION = 1
@@ -13,9 +13,6 @@ PROTOCOL_VERSION = 1
 
 MAX_FRAME_BYTES = 256 * 2**20
 """Payloads above this are refused before anything is allocated."""
-
-SCALE_BYTES = 2
-"""int8 and int4 carry one bf16 scale per token: the gradients of a mean loss are too small for fp16."""
 
 
 class FrameKind(IntEnum):
@@ -67,16 +64,8 @@ def token_width(vocab_size: int) -> int:
 
 def coefficient_bytes(tokens: int, rank: int, dtype: WireDtype) -> int:
     """Bytes of ``tokens`` rows of ``rank`` coefficients, scales included."""
-    count = tokens * rank
-    match dtype:
-        case WireDtype.FP32:
-            return 4 * count
-        case WireDtype.BF16:
-            return 2 * count
-        case WireDtype.INT8:
-            return count + (SCALE_BYTES * tokens if rank else 0)
-        case WireDtype.INT4:
-            return (count + 1) // 2 + (SCALE_BYTES * tokens if rank else 0)
+    scales = SCALE_BYTES * tokens if rank and dtype.scaled else 0
+    return -(-tokens * rank * dtype.bits // 8) + scales
 
 
 def payload_bytes(header: FrameHeader, vocab_size: int) -> int:
@@ -135,11 +124,11 @@ class FrameGuard:
         if not 0 <= header.microbatch < microbatches:
             raise self._refusal(f"its microbatch {header.microbatch} is not in 0..{microbatches - 1}")
         self._expect("shape", (header.batch, header.time), (spec.batch.microbatch_sequences, spec.model.context))
-        if spec.boundary.kind is BoundaryKind.DENSE:
-            self._expect("rank", header.rank, spec.model.d_model)
-        elif header.rank not in spec.boundary.ranks:
-            raise self._refusal(f"its rank {header.rank} is not on the run's ladder {list(spec.boundary.ranks)}")
-        self._expect("dtype", header.dtype.value, spec.boundary.dtype.value)
+        if Rung(header.rank, header.dtype) not in spec.rungs:
+            ladder = ", ".join(str(rung) for rung in spec.rungs)
+            raise self._refusal(
+                f"its rank and dtype, {header.rank} {header.dtype.value}, are not on the run's ladder ({ladder})"
+            )
         if header.kind is not FrameKind.GRADIENT:
             self._expect("number of peers in the route", len(header.route), spec.model.stages)
         self._expect("payload size in bytes", payload_size, payload_bytes(header, spec.model.vocab_size))

@@ -12,7 +12,7 @@ import pytest
 from swarm.config.spec import BoundaryKind, ModelSpec, RunSpec, WireDtype, presets
 from swarm.errors import SpecError
 
-DEFAULT_RUN_ID = "2a8addb6ef9c9b2de104baa0032f57a5"
+DEFAULT_RUN_ID = "65af1a9f2c29abd77ecf540e99935ee1"
 """Changes only when a field is added, removed or gets another default: then runs of both versions must not mix."""
 
 REFUSED = [
@@ -39,10 +39,14 @@ REFUSED = [
     ({"boundary": {"dtype": "fp8"}}, "boundary.dtype: Input should be 'fp32', 'bf16', 'int8' or 'int4'"),
     ({"boundary": {"rank": -1}}, "boundary.rank: Input should be greater than or equal to 0"),
     ({"boundary": {"rank": 129}}, "boundary.rank 129 is above model.d_model 128"),
-    ({"boundary": {"rank": 8, "ladder": [16, 8]}}, "boundary: ladder [16, 8] has a rank above rank 8"),
-    ({"boundary": {"rank": 8, "ladder": [4, 8]}}, "boundary: ladder [4, 8] is not strictly falling"),
-    ({"boundary": {"rank": 8, "ladder": [8, 8]}}, "boundary: ladder [8, 8] is not strictly falling"),
-    ({"boundary": {"rank": 8, "ladder": [4, 2]}}, "boundary: ladder [4, 2] does not begin with rank 8"),
+    ({"boundary": {"ladder": [16, 8]}}, "boundary: ladder ['16 bf16', '8 bf16'] has a rank above rank 8"),
+    ({"boundary": {"ladder": [8, 8]}}, "boundary: ladder ['8 bf16', '8 bf16'] is not strictly falling in bytes"),
+    ({"boundary": {"ladder": [8, "4 fp32"]}}, "boundary: ladder ['8 bf16', '4 fp32'] is not strictly falling in bytes"),
+    ({"boundary": {"ladder": [4, 2]}}, "boundary: ladder ['4 bf16', '2 bf16'] does not begin with rank 8 in bf16"),
+    ({"boundary": {"ladder": ["8 int8"]}}, "boundary: ladder ['8 int8'] does not begin with rank 8 in bf16"),
+    ({"boundary": {"ladder": ["8 fp8"]}}, "boundary.ladder.0: String should match pattern"),
+    ({"boundary": {"ladder": [8, True]}}, "boundary.ladder.1: Input should be a valid string"),
+    ({"boundary": {"kind": "dense", "ladder": [8, 4]}}, "boundary: ladder needs a compressed kind"),
     ({"boundary": {"kind": "subspace", "learned_basis": True}}, "boundary: learned_basis needs kind = 'anchored'"),
     ({"optimizer": {"lr": 0}}, "optimizer.lr: Input should be greater than 0"),
     ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: Input should be a finite number"),
@@ -110,8 +114,9 @@ def test_every_field_is_part_of_the_run_id() -> None:
     others: dict[str, Any] = {
         "name": "other",
         "boundary.kind": "subspace",
-        "boundary.ladder": [8, 4],
+        "boundary.ladder": [8, "8 int8", 4],
         "boundary.dtype": "int8",
+        "boundary.headroom": 0.5,
         "data.source": "text/",
         "data.format": "jsonl",
         "data.field": "body",
