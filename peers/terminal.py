@@ -144,7 +144,9 @@ class _Departure:
         try:
             yield
         finally:
-            for number, action in before.items():
+            # Once a signal has come the process is on its way out: another one, while the log is closed, still means
+            # "at once" and not whatever Python does by default.
+            for number, action in before.items() if not self.signals else ():
                 signal.signal(number, action)
 
     def cancels(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[int]) -> None:

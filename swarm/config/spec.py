@@ -10,11 +10,13 @@ import hashlib
 import itertools
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -171,12 +173,16 @@ class BoundarySpec(_Section):
     @model_validator(mode="before")
     @classmethod
     def _bare_ranks(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict) or not isinstance(fields.get("ladder"), list | tuple):
+        if not isinstance(fields, dict):
             return fields
-        dtype = fields.get("dtype", WireDtype.BF16)
+        given = cast(dict[str, Any], fields)
+        ladder = given.get("ladder")
+        if not isinstance(ladder, list | tuple):
+            return given
+        dtype = given.get("dtype", WireDtype.BF16)
         name = dtype.value if isinstance(dtype, WireDtype) else dtype
-        ladder = [f"{rung} {name}" if type(rung) is int else rung for rung in fields["ladder"]]
-        return {**fields, "ladder": ladder}
+        rungs = cast(Sequence[Any], ladder)
+        return {**given, "ladder": [f"{rung} {name}" if type(rung) is int else rung for rung in rungs]}
 
     @model_validator(mode="after")
     def _ladder(self) -> Self:
@@ -277,7 +283,7 @@ class RunSpec(_Section):
         """Coefficients per token of a full-rank message."""
         return self.model.d_model if self.boundary.kind is BoundaryKind.DENSE else self.boundary.rank
 
-    @property
+    @cached_property
     def rungs(self) -> tuple[Rung, ...]:
         """What a message may have, richest first."""
         if self.boundary.kind is BoundaryKind.DENSE:

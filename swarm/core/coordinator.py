@@ -462,11 +462,14 @@ class Coordinator:
         since = self._last_commit_s if self._last_commit_s is not None else self._phase_since_s
         self._step_times_s = [*self._step_times_s[-31:], now_s - since]
         self._last_commit_s, self._stalls = now_s, 0
+        # Nobody computed longer than the step took: whoever says so must not make everybody send too much.
+        longest_s = (now_s - since) / self.spec.batch.microbatches
+        beat_s = max((min(report.beat_s, longest_s) for report in reports if report.beat_s > 0), default=0.0)
         self.commits[commit.step], self.committed = commit, commit.step
         for seat in seats:
             seat.prepared = None
         actions: list[Action] = [Persist(commit)]
-        actions += [Send(seat.peer_id, Apply(self.number, commit)) for seat in seats]
+        actions += [Send(seat.peer_id, Apply(self.number, commit, beat_s)) for seat in seats]
         actions.append(Note(NoteKind.COMMITTED, step=commit.step, loss=commit.loss, commit=commit))
         if commit.step == final_slot(self.spec):
             actions += self._finish()

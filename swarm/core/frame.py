@@ -51,6 +51,9 @@ class FrameHeader:
     """The peer of every stage for this microbatch (source routing); empty for gradients and for evaluation's answer."""
     attempt: int = 0
     """How often this message was sent before (a repeat after a view change)."""
+    limit: int = 0
+    """Gradients: index in the run's ladder of the richest rung that their sender's uplink could answer with, so that
+    activations do not ask for more; 0 in other frames."""
 
     @property
     def has_tokens(self) -> bool:
@@ -129,6 +132,8 @@ class FrameGuard:
             raise self._refusal(
                 f"its rank and dtype, {header.rank} {header.dtype.value}, are not on the run's ladder ({ladder})"
             )
+        if not 0 <= header.limit < len(spec.rungs):
+            raise self._refusal(f"its limit {header.limit} is not in 0..{len(spec.rungs) - 1}, the rungs of the ladder")
         if header.kind is not FrameKind.GRADIENT:
             self._expect("number of peers in the route", len(header.route), spec.model.stages)
         self._expect("payload size in bytes", payload_size, payload_bytes(header, spec.model.vocab_size))

@@ -94,6 +94,8 @@ class Prepared:
     squared_norm: float
     loss: float
     """Mean nats per token over the global batch; only the last stage knows it, others say 0."""
+    beat_s: float = 0.0
+    """Mean seconds that this peer computed on one microbatch of the step, forward and backward; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,8 @@ class Apply:
 
     view: int
     commit: Commit
+    beat_s: float = 0.0
+    """Largest ``Prepared.beat_s`` of the step: the time of the slowest stage, which transfers hide behind."""
 
 
 @dataclass(frozen=True, slots=True)

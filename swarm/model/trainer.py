@@ -115,7 +115,8 @@ class StageTrainer:
         """Backward of a microbatch: accumulates its gradient.
 
         Args:
-            gradient: the gradient frame of the next stage; None on the last.
+            gradient: the gradient frame of the next stage; None on the last. Its rank is that of the activations it
+                answers; should the forward have been computed again at another rank since, it is repeated at this one.
             rank, dtype: of the gradient for the stage before; the rank is that of its activation frame.
 
         Returns:
@@ -123,6 +124,8 @@ class StageTrainer:
         """
         flight = self._in_flight.pop((step, microbatch))
         left = flight.left
+        if gradient is not None and gradient.rank != flight.rank:
+            flight.rank, left = gradient.rank, None
         if left is None:
             left, _ = self._run(flight)
         if gradient is None:

@@ -69,6 +69,7 @@ def encode_header(header: FrameHeader) -> bytes:
         time=header.time,
         route=header.route,
         attempt=header.attempt,
+        limit=header.limit,
     ).SerializeToString()
 
 
@@ -94,6 +95,7 @@ def decode_header(data: bytes | memoryview) -> FrameHeader:
             time=message.time,
             route=tuple(message.route),
             attempt=message.attempt,
+            limit=message.limit,
         )
     except (DecodeError, ValueError) as error:
         raise refusal(f"its header cannot be read ({error})") from None

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgpack
 from torch import Tensor
 
-from swarm.config.spec import RunSpec, WireDtype
+from swarm.config.spec import Rung, RunSpec, WireDtype
 from swarm.core.frame import FrameHeader, FrameKind
 from swarm.core.messages import Commit, Span
 from swarm.core.schedule import training_microbatches
@@ -219,7 +219,7 @@ class _Replay:
             case RecordKind.GRADIENT:
                 gradient = _inbound(record)
                 if self.stage == 0 or index in self.inputs:
-                    self._forward(index, gradient.rank)
+                    self._forward(index, Rung(gradient.rank, gradient.dtype))
                     self._backward(index, gradient)
             case RecordKind.COMMIT:
                 if self.stage == self.last == 0:
@@ -234,7 +234,8 @@ class _Replay:
                     self.outbound.clear()
                     self._take_early()
 
-    def _forward(self, index: int, rank: int | None = None) -> None:
+    def _forward(self, index: int, rung: Rung | None = None) -> None:
+        rung = rung or self.spec.rungs[0]
         step = self.trainer.version + 1
         tokens = self.sampler.microbatch(step, index) if self.sampler and self.stage == 0 else None
         outbound = self.trainer.forward(
@@ -242,8 +243,8 @@ class _Replay:
             index,
             tokens=tokens,
             inbound=self.inputs.get(index),
-            rank=self.spec.wire_rank if rank is None else rank,
-            dtype=self.spec.boundary.dtype,
+            rank=rung.rank,
+            dtype=rung.dtype,
         )
         if outbound is not None:
             self.outbound[FrameKind.ACTIVATION, step, index] = outbound
@@ -255,8 +256,8 @@ class _Replay:
             step,
             index,
             gradient=gradient,
-            rank=inbound.rank if inbound else self.spec.wire_rank,
-            dtype=self.spec.boundary.dtype,
+            rank=inbound.rank if inbound else 0,
+            dtype=inbound.dtype if inbound else self.spec.boundary.dtype,
         )
         if outbound is not None:
             self.outbound[FrameKind.GRADIENT, step, index] = outbound

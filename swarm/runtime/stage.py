@@ -6,12 +6,13 @@ Lives in the loop; tensors are only touched in the compute thread.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from swarm.config.spec import RunSpec
+from swarm.config.spec import Rung, RunSpec
 from swarm.core.frame import FrameHeader, FrameKind
 from swarm.core.messages import (
     Apply,
@@ -62,6 +63,7 @@ from swarm.observe.events import Waiting as WaitingEvent
 from swarm.runtime.compute import HOUSEKEEPING, ComputeThread
 from swarm.runtime.neighbours import Neighbours
 from swarm.runtime.pace import Pace
+from swarm.runtime.rates import Rates
 from swarm.runtime.recovery import SavedCheckpoint, StageDisk
 
 INSTALLING_EVERY_S = 1.0
@@ -113,9 +115,11 @@ class StageRunner:
         self._outbox: dict[Key, Outbound] = {}
         self._evaluation_losses: dict[int, float] = {}
         self._sent: set[Key] = set()
+        self._compute_s = 0.0  # spent on training microbatches of this step; the compute thread's
         self._generation = 0
         self._installing: asyncio.Task[None] | None = None
         self._pace = Pace(spec)
+        self.rates = Rates(spec, stage)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # lifecycle
@@ -318,11 +322,11 @@ class StageRunner:
         future: asyncio.Future[Any]
         match work:
             case Work.FORWARD:
-                future = self.compute.submit(work, self._forward, step, index)
+                future = self.compute.submit(work, self._forward, step, index, self.rates.activation_rung())
             case Work.BACKWARD:
                 future = self.compute.submit(work, self._backward, step, index)
             case Work.EVALUATE:
-                future = self.compute.submit(work, self._evaluate, step, index)
+                future = self.compute.submit(work, self._evaluate, step, index, self.rates.activation_rung())
 
         def done(future: asyncio.Future[Outbound | float | None]) -> None:
             if generation != self._generation or future.cancelled():
@@ -354,34 +358,41 @@ class StageRunner:
 
     # in the compute thread
 
-    def _forward(self, step: int, index: int) -> Outbound | None:
-        spec = self.spec
-        return self.trainer.forward(
+    def _forward(self, step: int, index: int, rung: Rung) -> Outbound | None:
+        began = time.perf_counter()
+        outbound = self.trainer.forward(
             step,
             index,
             tokens=self._tokens(step, index, evaluation=False),
             inbound=self._inbox.get((FrameKind.ACTIVATION, step, index)),
-            rank=spec.wire_rank,
-            dtype=spec.boundary.dtype,
+            rank=rung.rank,
+            dtype=rung.dtype,
         )
+        self._compute_s += time.perf_counter() - began
+        return outbound
 
     def _backward(self, step: int, index: int) -> Outbound | None:
+        began = time.perf_counter()
+        # A gradient answers in the rank and dtype of the activations that came.
         inbound = self._inbox.get((FrameKind.ACTIVATION, step, index))
-        return self.trainer.backward(
+        rung = Rung(inbound.rank, inbound.dtype) if inbound else self.spec.rungs[0]
+        outbound = self.trainer.backward(
             step,
             index,
             gradient=self._inbox.get((FrameKind.GRADIENT, step, index)),
-            rank=inbound.rank if inbound else self.spec.wire_rank,
-            dtype=self.spec.boundary.dtype,
+            rank=rung.rank,
+            dtype=rung.dtype,
         )
+        self._compute_s += time.perf_counter() - began
+        return outbound
 
-    def _evaluate(self, step: int, index: int) -> Outbound | float:
+    def _evaluate(self, step: int, index: int, rung: Rung) -> Outbound | float:
         return self.trainer.evaluate(
             index,
             tokens=self._tokens(step, index, evaluation=True),
             inbound=self._inbox.get((FrameKind.EVALUATION, step, index)),
-            rank=self.spec.wire_rank,
-            dtype=self.spec.boundary.dtype,
+            rank=rung.rank,
+            dtype=rung.dtype,
         )
 
     def _tokens(self, step: int, index: int, *, evaluation: bool) -> np.ndarray | None:
@@ -389,12 +400,14 @@ class StageRunner:
             return None
         return self.sampler.validation(index) if evaluation else self.sampler.microbatch(step, index)
 
-    def _squared_norm(self, step: int) -> tuple[float, float]:
+    def _totals(self, step: int) -> tuple[float, float, float]:
+        """Squared norm of the gradient, mean loss (last stage), and mean seconds of compute a microbatch."""
         loss = 0.0
         if self.stage == self.protocol.last:
             count = self.spec.batch.microbatches
             loss = sum(self.trainer.loss(step, index) for index in range(count)) / count
-        return self.trainer.squared_norm(), loss
+        beat_s, self._compute_s = self._compute_s / self.spec.batch.microbatches, 0.0
+        return self.trainer.squared_norm(), loss, beat_s
 
     # the end of a step
 
@@ -403,11 +416,11 @@ class StageRunner:
         if view is None:
             return
         flushed = asyncio.wrap_future(self.disk.flush())
-        squared_norm, loss = await self.compute.submit(URGENT, self._squared_norm, step)
+        squared_norm, loss, beat_s = await self.compute.submit(URGENT, self._totals, step)
         await flushed
         if step == self.protocol.step:
             self.protocol.prepared_step = step
-            self._report(Prepared(view.number, step, squared_norm, loss))
+            self._report(Prepared(view.number, step, squared_norm, loss, beat_s))
 
     async def _apply(self, commit: Commit) -> None:
         generation = self._generation
@@ -461,6 +474,7 @@ class StageRunner:
             time=self.spec.model.context,
             route=() if action.kind is FrameKind.GRADIENT else view.route,
             attempt=int(action.repeat),
+            limit=self.rates.gradient_limit() if action.kind is FrameKind.GRADIENT else 0,
         )
         self.neighbours.send(action.target_stage, header, outbound.payload)
 
