@@ -117,6 +117,33 @@ def test_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+CLOSES = """
+import asyncio, sys, time
+from peers.terminal import run
+from swarm.observe.events import EventLog
+class Slow:
+    def emit(self, event): pass
+    def close(self):
+        print("closing", flush=True)
+        time.sleep(3)
+async def main():
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+sys.exit(run(main, EventLog(Slow()), as_json=True))
+"""
+
+
+def test_a_second_signal_while_the_log_is_closed_quits_at_once() -> None:
+    process = subprocess.Popen([sys.executable, "-c", CLOSES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "closing\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+
+
 IMPORTS = """
 import asyncio, sys, time
 from peers.terminal import run
